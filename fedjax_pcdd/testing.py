@@ -237,6 +237,16 @@ def a_round_without_clients_changes_nothing(make: Make) -> None:
     assert_trees_all_equal(before, leaves(state))
 
 
+def clients_outside_the_cohort_keep_their_state(make: Make) -> None:
+    """A round reads and writes the state of its cohort only."""
+    simulated = make()
+    before, outside = simulated.start().clients, np.setdiff1d(np.arange(len(SIZES)), simulated.clients_of(0)[0])
+    before = jax.tree.map(lambda x: np.array(x)[outside], before)
+    state, _ = simulated.step(simulated.start(), 0)
+    assert len(outside) > 0
+    assert_trees_all_equal(before, jax.tree.map(lambda x: np.array(x)[outside], state.clients))
+
+
 CLAIMS: tuple[Callable[[Make], None], ...] = (
     three_rounds_with_changing_cohorts_compile_once,
     lanes_do_not_change_results,
@@ -246,6 +256,7 @@ CLAIMS: tuple[Callable[[Make], None], ...] = (
     continuing_from_a_copied_state_is_bitwise_the_same,
     a_ragged_federation_gives_no_nan,
     a_round_without_clients_changes_nothing,
+    clients_outside_the_cohort_keep_their_state,
 )
 
 ROUNDED = (lanes_do_not_change_results, blocks_do_not_change_results)  # results that float32 may round differently

@@ -19,12 +19,12 @@ QUIET = ("--no-first-run", "--disable-background-networking", "--disable-compone
 
 
 def executable() -> str | None:
-    """The browser, None where there is none."""
+    """The path of the browser, or None if there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One page; `console` holds errors and warnings, `requests` the addresses that were asked for."""
+    """A browser with one page; `console` collects errors and warnings, `requests` the requested addresses."""
 
     def __init__(self, profile: Path):
         self.console: list[str] = []
@@ -40,7 +40,7 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        with contextlib.suppress(RuntimeError):  # it may end before it answers
+        with contextlib.suppress(RuntimeError):  # the browser may end before it answers
             self._send("Browser.close")
         try:
             self._process.wait(10)
@@ -55,7 +55,7 @@ class Browser:
         return self._send(method, self._session, **parameters)
 
     def open(self, address: str, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
-        """Load an address and wait for it, in a window of this many CSS pixels."""
+        """Load an address in a window of this size, in CSS pixels, and wait until the page is complete."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
@@ -64,22 +64,22 @@ class Browser:
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def wait(self, condition: str, seconds: float = 20) -> None:
-        """Wait until an expression is true; TimeoutError after some seconds."""
-        end = time.monotonic() + seconds
+        """Wait until a JavaScript expression is true; raise TimeoutError after `seconds`."""
+        deadline = time.monotonic() + seconds
         while not self.value(condition):
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError(condition)
             time.sleep(0.02)
 
     def value(self, expression: str) -> Any:
-        """What an expression of JavaScript gives, as JSON."""
+        """The value of a JavaScript expression, passed on as JSON."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
-        """A screenshot of the window or of the whole page, as PNG."""
+        """Write a screenshot of the window, or of the whole page, as PNG."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"] if whole else None
         clip = {"clip": {**size, "scale": 1}} if size else {}
         data = self.send("Page.captureScreenshot", captureBeyondViewport=whole, **clip)["data"]
@@ -100,38 +100,38 @@ class Browser:
         while b"\0" not in self._waiting:
             if not select.select([self._read], [], [], 30)[0]:
                 raise TimeoutError("the browser does not answer")
-            piece = os.read(self._read, 1 << 16)
-            if not piece:
+            chunk = os.read(self._read, 1 << 16)
+            if not chunk:
                 raise RuntimeError("the browser has ended")
-            self._waiting += piece
+            self._waiting += chunk
         text, _, self._waiting = self._waiting.partition(b"\0")
         return json.loads(text)
 
     def _heard(self, event: dict[str, Any]) -> None:
-        name, said = event.get("method"), event.get("params", {})
-        if name == "Runtime.exceptionThrown":
-            self.console.append(json.dumps(said["exceptionDetails"]))
-        elif name == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
-            self.console.append(json.dumps(said["args"]))
-        elif name == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
-            self.console.append(json.dumps(said["entry"]))
-        elif name == "Network.requestWillBeSent":
-            self.requests.append(said["request"]["url"])
+        method, params = event.get("method"), event.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.console.append(json.dumps(params["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.console.append(json.dumps(params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.console.append(json.dumps(params["entry"]))
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
 
 
-# A Python between fork and browser moves the pipes to the descriptors where the browser expects them.
+# A Python process moves the pipes to the descriptors where the browser expects them, then becomes the browser.
 MOVE = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 
 
 def _start(profile: Path) -> tuple[subprocess.Popen, int, int]:
-    """The process, and the ends of the two pipes by which it talks (its descriptors 3 and 4)."""
+    """The browser's process, and our ends of the two pipes to its descriptors 3 and 4: to read from, to write to."""
     pipes = os.pipe(), os.pipe()
-    theirs = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 5) for end in (pipes[0][0], pipes[1][1])]  # neither 3 nor 4
+    browser_ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 5) for end in (pipes[0][0], pipes[1][1])]  # above 3 and 4
     command = [executable() or NAMES[0], *FLAGS, *QUIET, f"--user-data-dir={profile}"]
     process = subprocess.Popen(
-        [sys.executable, "-S", "-c", MOVE, *map(str, theirs), *command],
-        pass_fds=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [sys.executable, "-S", "-c", MOVE, *map(str, browser_ends), *command],
+        pass_fds=browser_ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    for end in (*theirs, pipes[0][0], pipes[1][1]):
+    for end in (*browser_ends, pipes[0][0], pipes[1][1]):
         os.close(end)
     return process, pipes[1][0], pipes[0][1]

@@ -1,4 +1,4 @@
-"""The command line as a user calls it, in this process or one of its own; what a run leaves; one that is killed."""
+"""Calls the command line as a user does, in this process or in a new one; reads the results of a run; kills a run."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ RUN = [sys.executable, str(ROOT / "experiments" / "run.py")]
 
 
 def parse(argv):
-    """Configuration and method that arguments stand for."""
+    """The configuration and the method that command-line arguments describe."""
     return configure(scan(argv))
 
 
@@ -45,7 +45,7 @@ def call_here(*options, cwd="."):
 
 
 def results_of(folder, *options):
-    """The results of a run on the CPU, in this process where it computes there anyway."""
+    """The results of a run on the CPU: run in this process if JAX uses the CPU here anyway, else in a new one."""
     run = call_here if jax.default_backend() == "cpu" else call
     code, _, err = run(*options)
     assert code == 0, err
@@ -61,8 +61,8 @@ def resumed(folder):
 
 
 def wait_for_rounds(process, folder, rounds):
-    """Until a run has recorded so many rounds, or ended."""
-    metrics, deadline = folder / "metrics.jsonl", time.time() + 600  # of a machine that may have much else to do
+    """Wait until a run has recorded this many rounds or has ended."""
+    metrics, deadline = folder / "metrics.jsonl", time.time() + 600  # so long because the machine may be busy
     while time.time() < deadline and process.poll() is None:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= rounds:
             return
@@ -70,7 +70,7 @@ def wait_for_rounds(process, folder, rounds):
 
 
 def kill_after(rounds, folder, *options):
-    """Start a run and kill it once so many rounds are recorded."""
+    """Start a run and kill it once it has recorded this many rounds."""
     process = start(*options, f"--run-dir={folder}")
     wait_for_rounds(process, folder, rounds)
     process.send_signal(signal.SIGKILL)
@@ -79,7 +79,7 @@ def kill_after(rounds, folder, *options):
 
 
 def results(folder):
-    """What does not depend on the clock: all rows without times, and the summary's accuracies."""
+    """The results that do not depend on the clock: all rows without times, and the summary's accuracies."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
     summary = json.loads((folder / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""What a process with eight virtual devices finds, as JSON: python eight_devices.py FOLDER."""
+"""Prints the results of a process with eight virtual devices as JSON: python eight_devices.py FOLDER."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ from fedjax_pcdd.methods.method import Local, Message, Method, Server  # noqa: E
 
 @struct.dataclass
 class Stacking(Method):
-    """FedAvg from the stacked models of the cohort."""
+    """FedAvg whose server receives the stacked models of the cohort."""
 
     def upload(self, variables, summary, context):
         return (), Message(each=variables)
@@ -58,20 +58,20 @@ CASES = {
 
 
 def simulate(name, devices, lanes, *, hyper=({},), **options):
-    parts = toy.federation()
-    make = METHODS[name] if isinstance(name, str) else name
-    methods = [make(**values) for values in hyper]
-    plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
+    federation = toy.federation()
+    method_class = METHODS[name] if isinstance(name, str) else name
+    methods = [method_class(**values) for values in hyper]
+    model = models.build("mlp", num_classes=toy.CLASSES, image_shape=federation.image_shape)
     local = Local(2, 8, "drop", "sgd", 0.05, 0.9, 1e-4)
     return Simulation(
-        methods[0].build(plain), [Experiment(parts, method, local, e) for e, method in enumerate(methods)],
+        methods[0].build(model), [Experiment(federation, method, local, e) for e, method in enumerate(methods)],
         pipeline=toy.PLAIN, cohort=4, rounds=3,
         **toy.options(lanes=lanes, devices=devices, dtype=jnp.float64, param_dtype=jnp.float64, **options),
     )  # fmt: skip
 
 
 def trained(simulated):
-    """Everything that two rounds leave behind, on the host."""
+    """The state, the reports and the evaluation counts after two rounds, on the host."""
     state, reports = simulated.start(), []
     for r in range(2):
         state, report = simulated.step(state, r)
@@ -81,7 +81,7 @@ def trained(simulated):
 
 
 def difference(one, other):
-    """The largest relative difference; NaN only where both are."""
+    """The largest relative difference; both must have NaN at the same positions."""
     largest = 0.0
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
@@ -91,21 +91,21 @@ def difference(one, other):
 
 
 def compare(name, devices, hyper=({},), block=None, stream=None, **options):
-    alone = trained(simulate(name, 1, 1, hyper=hyper, **options))
-    found = []
-    for number, lanes in devices:
-        simulated = simulate(name, number, lanes, hyper=hyper, block=block, stream=stream, **options)
-        several = trained(simulated)
-        found.append({
-            "devices": number, "difference": difference(alone, several), "compilations": simulated.compilations,
-            "counts": difference(alone["counts"], several["counts"]) == 0,
-            "repeated": difference(several, trained(simulated)) == 0,
+    on_one = trained(simulate(name, 1, 1, hyper=hyper, **options))
+    comparisons = []
+    for count, lanes in devices:
+        simulated = simulate(name, count, lanes, hyper=hyper, block=block, stream=stream, **options)
+        on_several = trained(simulated)
+        comparisons.append({
+            "devices": count, "difference": difference(on_one, on_several), "compilations": simulated.compilations,
+            "counts": difference(on_one["counts"], on_several["counts"]) == 0,
+            "repeated": difference(on_several, trained(simulated)) == 0,
         })  # fmt: skip
-    return found
+    return comparisons
 
 
 def placement():
-    """What each of four devices holds."""
+    """How the clients' states, the members and the servers are spread over four devices."""
     simulated = simulate("scaffold", 4, 1, client_state="host")
     plan = simulated.plan(0)
     state = simulated.fetch(simulated.start(), plan)
@@ -124,13 +124,13 @@ def command(folder, devices):
     )
     names = ("ga", "pa", "loss", "pa_last", "pa_received", "pa_best_epoch", "pa_best_mean")
     angles = [[row["angles"]["local"][key] for key in sorted(row["angles"]["local"])] for row in tracked]
-    return [[row[name] for name in names] + own for row, own in zip(rows, angles, strict=True)]
+    return [[row[name] for name in names] + row_angles for row, row_angles in zip(rows, angles, strict=True)]
 
 
 if __name__ == "__main__":
     with jax.enable_x64(True):
-        found = {case: compare(options.get("name", case), **{k: v for k, v in options.items() if k != "name"})
-                 for case, options in CASES.items()}  # fmt: skip
-        found["placement"] = placement()
-    found |= {f"run on {n}": command(Path(sys.argv[1]) / str(n), n) for n in (1, 2)}
-    print(json.dumps(found))
+        results = {case: compare(options.get("name", case), **{k: v for k, v in options.items() if k != "name"})
+                   for case, options in CASES.items()}  # fmt: skip
+        results["placement"] = placement()
+    results |= {f"run on {n}": command(Path(sys.argv[1]) / str(n), n) for n in (1, 2)}
+    print(json.dumps(results))

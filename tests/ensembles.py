@@ -1,4 +1,4 @@
-"""FedDF's loss as its paper writes it, of all teachers at once, which methods compute from their mean."""
+"""FedDF's loss as its paper writes it, over all teachers at once; methods compute it from the teachers' mean."""
 
 import jax
 import jax.numpy as jnp

@@ -10,7 +10,7 @@ FOLDER = Path(os.environ.get("PCDD_GOLDEN", Path(__file__).parent / "golden"))
 
 
 class Vectors(dict[str, np.ndarray]):
-    """The arrays of a file by name, the same only as itself, so that what is computed from it can be kept."""
+    """The arrays of a file by name; compared by identity, so that what is computed from them can be cached."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 

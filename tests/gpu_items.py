@@ -1,4 +1,4 @@
-"""Work for the items of a made-up GPU day: it ends well, crashes, sleeps, or lacks something."""
+"""Functions that the items of a made-up GPU day call: they succeed, crash, fail, sleep, or lack a file."""
 
 import os
 import sys

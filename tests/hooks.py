@@ -1,4 +1,4 @@
-"""The client's and the server's hooks without a simulation: contexts made by hand, messages reduced in numpy's way."""
+"""Hooks of client and server without a simulation: contexts made by hand, messages reduced with NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,15 @@ def facts(sizes, k):
 
 
 def context(method, server, client, *, sizes=(1,), k=0, steps=1, epochs=1, batch=1, **local):
-    """What client k of a federation with these sizes sees after some steps."""
+    """The context of client k after some steps, in a federation whose clients have these sizes."""
     start = method.download(server, client)
-    fixed = setting(len(sizes), epochs=epochs, batch=batch)
+    run_setting = setting(len(sizes), epochs=epochs, batch=batch)
     keys = Keys.of(jax.random.key(0))
-    return Context(None, fixed, hyper(**local), server, client, start, facts(sizes, k), 0, epochs, steps, 0, keys)
+    return Context(None, run_setting, hyper(**local), server, client, start, facts(sizes, k), 0, epochs, steps, 0, keys)
 
 
 def reduce(messages, weights):
-    """One message from those of a cohort; the weights are normalised here."""
+    """The messages of a cohort reduced to one; the weights are normalised here."""
     weights = np.asarray(weights, float) / np.sum(weights)
 
     def total(scale, trees):
@@ -46,15 +46,15 @@ def reduce(messages, weights):
 
 
 def aggregate(method, server, messages, weights, *, clients):
-    """The server after the messages of a cohort out of so many clients."""
-    number = np.arange(len(messages))
-    known = ServerContext(None, setting(clients), hyper(), 0, number, len(messages), jax.random.key(0))
-    return method.aggregate(server, reduce(messages, weights), np.asarray(weights), known)
+    """The server after it aggregates the messages of a cohort out of this many clients."""
+    cohort = np.arange(len(messages))
+    server_context = ServerContext(None, setting(clients), hyper(), 0, cohort, len(messages), jax.random.key(0))
+    return method.aggregate(server, reduce(messages, weights), np.asarray(weights), server_context)
 
 
 def start(method, values, sizes, **collections):
-    """Server and all clients before the first round."""
+    """The states of the server and of all clients before the first round."""
     counts = jnp.asarray(sizes)[:, None]
-    fixed, key = setting(len(sizes)), jax.random.key(0)
-    server = method.init_server(fixed, params(values, **collections), counts, key)
-    return server, [method.init_client(fixed, server, facts(sizes, k), key) for k in range(len(sizes))]
+    run_setting, key = setting(len(sizes)), jax.random.key(0)
+    server = method.init_server(run_setting, params(values, **collections), counts, key)
+    return server, [method.init_client(run_setting, server, facts(sizes, k), key) for k in range(len(sizes))]

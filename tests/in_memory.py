@@ -1,4 +1,4 @@
-"""A run of options without a folder."""
+"""Trains what options describe, without a run folder."""
 
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.loop import loop
@@ -8,5 +8,5 @@ from fedjax_pcdd.training.tasks import setup
 def trained(**options):
     """The run after its last round."""
     config, method = build(options)
-    parts = setup([(config, method)])
-    return loop(parts.simulation, parts.simulation.start(), config.rounds, [parts.accuracies(0)])
+    run_setup = setup([(config, method)])
+    return loop(run_setup.simulation, run_setup.simulation.start(), config.rounds, [run_setup.accuracies(0)])

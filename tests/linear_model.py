@@ -24,7 +24,7 @@ def dense(weights, bias=None):
 
 
 def context(method, counts, *, features, epochs=2, epoch=0, everyone=None):
-    """What the hooks of a client with class counts [C] see; `everyone` are the counts [K, C]."""
+    """The context of a client with class counts [C]; `everyone` are the counts of all clients, [K, C]."""
     counts = jnp.asarray(counts, jnp.result_type(float))
     everyone = counts[None] if everyone is None else jnp.asarray(everyone, counts.dtype)
     model = method.build(Classifier(Inputs(), len(counts), param_dtype=counts.dtype))

@@ -1,4 +1,4 @@
-"""Results of a paper's table that were never run, and a claim about them."""
+"""Invented results for a table of a made-up paper, and a claim about them."""
 
 from fedjax_pcdd.report.expected import Expected
 from reproduction.claims import Claim
@@ -17,7 +17,7 @@ def made_up(method, ga, seed=0, *, split="A", variant=None, tag="", status="fini
 
 
 def printed_numbers(**values):
-    """Expected numbers of the split A; the mean of A and B is that of A plus one."""
+    """Printed numbers of split A; the printed mean of A and B is that of A plus one."""
     numbers = [Expected("A", name, "", "ga_pct", value, None, "", ()) for name, value in values.items()]
     means = [Expected("avg", name, "", "ga_pct", value + 1, None, "", ("A", "B")) for name, value in values.items()]
     return {"toy/table1": [*numbers, *means]}

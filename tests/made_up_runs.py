@@ -27,7 +27,7 @@ A,fedavg,,upload_millions,3,,
 
 
 def write_experiments(folder):
-    """A folder with one preset, `toy/table1`, and what its paper prints."""
+    """A folder with one preset, `toy/table1`, and the numbers that its paper prints."""
     (folder / "presets/toy").mkdir(parents=True)
     (folder / "presets/toy/table1.yaml").write_text(PRESET)
     (folder / "expected").mkdir()
@@ -59,8 +59,10 @@ def write_run(folder, ga=0.5, pa=0.8, *, finished=True, shift=0, origin=None, ro
 
 
 def in_preset(folder, split, method="fedavg", variant=None, ga=0.5, seed=0, **more):
-    """A run that was started with the preset."""
-    own = {"partition": "pcdd", "clients": {"A": 2, "B": 4}[split]}
-    own |= {"fedprox": {"mu": 0.5}, "fedrs": {"alpha": {"weak": 0.1, "strong": 0.9}.get(variant or "")}}.get(method, {})
+    """The folder of a run that was started from the preset."""
+    preset_options = {"partition": "pcdd", "clients": {"A": 2, "B": 4}[split]}
+    preset_options |= {"fedprox": {"mu": 0.5}, "fedrs": {"alpha": {"weak": 0.1, "strong": 0.9}.get(variant or "")}}.get(
+        method, {}
+    )
     origin = {"preset": "toy/table1", "split": split, "variant": variant, "command": "python experiments/run.py <x>"}
-    return write_run(folder, ga, method=method, seed=seed, origin=origin, **(own | more))
+    return write_run(folder, ga, method=method, seed=seed, origin=origin, **(preset_options | more))

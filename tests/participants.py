@@ -1,4 +1,4 @@
-"""Participants of the exchange for tests of single hooks: small models, contexts made by hand, stacks of variables."""
+"""For tests of single hooks of participants that exchange: small models, hand-made contexts, stacked variables."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def variables(seed=0, model=MODEL):
 
 
 def images(count=8):
-    """Public images as a model reads them."""
+    """Public images as a model receives them."""
     return prepare(toy.PLAIN, jnp.asarray(toy.public_images(count)), None, train=False)
 
 
@@ -39,16 +39,16 @@ def context(**known):
 
 
 def alone(k=4):
-    """A federation of one client."""
-    whole = toy.federation()
-    return Federation(whole.dataset, Partition((whole.partition.train[k],), (whole.partition.test[k],)))
+    """A federation with only client k."""
+    complete = toy.federation()
+    return Federation(complete.dataset, Partition((complete.partition.train[k],), (complete.partition.test[k],)))
 
 
 ALONE = alone()
 
 
 def exchanged(table, state=None):
-    """The groups' clients after the exchange of round 0, as arrays of the host."""
+    """The clients of all groups after the exchange of round 0, as NumPy arrays."""
     return arrays(table.exchange(table.start() if state is None else state, 0).clients)
 
 
@@ -66,6 +66,11 @@ def assert_close(one, other, tolerance=1e-5):
 
 def same(one, other):
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def largest_difference(one, other):
+    """The largest absolute difference between two trees of arrays."""
+    return max(np.abs(a - b).max() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
 def row(tree, k):

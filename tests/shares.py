@@ -1,8 +1,8 @@
-"""A run of the command line in one of several processes, which then says which share of the whole it has looked at.
+"""Runs the command line in one of several processes, and then writes which share of samples and states it had.
 
     python tests/shares.py FILE OPTIONS
 
-writes JSON to the file: `samples` (training samples that were read), `of_samples` (all there are), `state` (bytes of
+writes JSON to FILE: `samples` (training samples that were read), `of_samples` (all there are), `state` (bytes of
 clients' states that are in memory or on disk) and `of_state` (those of all clients).
 """
 
@@ -17,11 +17,11 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.mapped import Rows
 from fedjax_pcdd.engine.storage import OnDisk, OnHost
 
-read, made = {}, []
+samples_read, arrays_made = {}, []
 
 
 def reading(self, numbers, into, original=Rows.read):
-    read.setdefault(id(self), (self, set()))[1].update(numbers.tolist())
+    samples_read.setdefault(id(self), (self, set()))[1].update(numbers.tolist())
     original(self, numbers, into)
 
 
@@ -29,14 +29,14 @@ def remember(cls):
     original = cls.array
 
     def array(self, shape, dtype):
-        made.append((self, original(self, shape, dtype)))
-        return made[-1][1]
+        arrays_made.append((self, original(self, shape, dtype)))
+        return arrays_made[-1][1]
 
     cls.array = array
 
 
 def held(storage, array):
-    """Bytes that the system has given to an array in host memory, or to its file."""
+    """Bytes that the system has allocated for an array in host memory, or for its file."""
     if not array.nbytes:
         return 0
     if isinstance(storage, OnDisk):
@@ -44,7 +44,7 @@ def held(storage, array):
     first, last, inside, resident = array.ctypes.data, array.ctypes.data + array.nbytes, False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, value, *_ = line.split()
-        if not name.endswith(":"):  # a range of addresses, of which the next lines tell
+        if not name.endswith(":"):  # a range of addresses, which the next lines describe
             start, stop = (int(x, 16) for x in name.split("-"))
             inside = start < last and first < stop
         elif inside and name == "Rss:":  # without pages of zeros that were only read
@@ -56,10 +56,11 @@ Rows.read = reading
 remember(OnDisk)
 remember(OnHost)
 code = main(sys.argv[2:])
-biggest, numbers = max(read.values(), key=lambda entry: len(entry[0].array))
-found = {
+biggest, numbers = max(samples_read.values(), key=lambda entry: len(entry[0].array))
+shares = {
     "samples": len(numbers), "of_samples": len(biggest.array),
-    "state": sum(held(*one) for one in made), "of_state": int(np.sum([array.nbytes for _, array in made])),
+    "state": sum(held(*pair) for pair in arrays_made),
+    "of_state": int(np.sum([array.nbytes for _, array in arrays_made])),
 }  # fmt: skip
-Path(sys.argv[1]).write_text(json.dumps(found))
+Path(sys.argv[1]).write_text(json.dumps(shares))
 sys.exit(code)

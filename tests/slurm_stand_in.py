@@ -2,9 +2,9 @@
 
     install(folder)    # programs `sbatch`, `srun` and `fedjax-pcdd`, for PATH
 
-Options that the templates of docs/scale.md do not have are refused. `STAND_IN_TASKS` is how many processes a step has,
-in place of nodes times tasks; `STAND_IN_MORE` are words behind every command, or `show`: commands are printed, in lines
-of JSON, and not started.
+Options that the templates of docs/scale.md do not have are refused. `STAND_IN_TASKS` is the number of processes of a
+step, in place of nodes times tasks. `STAND_IN_MORE` holds words to append to every command; if it is `show`, commands
+are not started but printed as lines of JSON.
 """
 
 import itertools
@@ -23,15 +23,19 @@ SRUN = {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--kill-on-bad-exit"}
 def install(folder: Path) -> None:
     """Write the programs."""
     folder.mkdir(parents=True)
-    own = f"{shlex.quote(sys.executable)} {shlex.quote(__file__)}"
-    programs = {"sbatch": f"{own} sbatch", "srun": f"{own} srun", "fedjax-pcdd": f"{sys.executable} -m fedjax_pcdd"}
+    this_program = f"{shlex.quote(sys.executable)} {shlex.quote(__file__)}"
+    programs = {
+        "sbatch": f"{this_program} sbatch",
+        "srun": f"{this_program} srun",
+        "fedjax-pcdd": f"{sys.executable} -m fedjax_pcdd",
+    }
     for name, command in programs.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         (folder / name).chmod(0o755)
 
 
 def checked(options: list[str], known: set[str]) -> None:
-    """End the process where Slurm is asked for what no template asks for."""
+    """End the process if an option is one that no template has."""
     if unknown := {option.partition("=")[0] for option in options} - known:
         sys.exit(f"unknown options of Slurm: {sorted(unknown)}")
 
@@ -44,18 +48,18 @@ def sbatch(script: str) -> int:
 
 
 def srun(words: list[str]) -> int:
-    """Run a step of a job: the processes of a command, of which one that fails ends the others."""
+    """Run a step of a job: start the processes of a command; where one fails, the others are ended."""
     options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
     checked(options, SRUN)
-    command, more, tasks = words[len(options) :], os.environ["STAND_IN_MORE"], int(os.environ["STAND_IN_TASKS"])
-    if more == "show":
+    command, appended, tasks = words[len(options) :], os.environ["STAND_IN_MORE"], int(os.environ["STAND_IN_TASKS"])
+    if appended == "show":
         print(json.dumps(command))
         return 0
     step = {"NTASKS": str(tasks), "STEP_NUM_NODES": "1", "STEP_NODELIST": "localhost"}
     processes = []
     for i in range(tasks):
         task = {f"SLURM_{name}": value for name, value in (step | {"PROCID": str(i), "LOCALID": str(i)}).items()}
-        processes.append(subprocess.Popen([*command, *more.split()], env=os.environ | task))
+        processes.append(subprocess.Popen([*command, *appended.split()], env=os.environ | task))
     while None in (codes := [process.poll() for process in processes]):
         if any(codes) and "--kill-on-bad-exit=1" in options:
             for process in processes:
@@ -65,5 +69,5 @@ def srun(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    called, *rest = sys.argv[1:]
-    sys.exit(sbatch(*rest) if called == "sbatch" else srun(rest))
+    program, *arguments = sys.argv[1:]
+    sys.exit(sbatch(*arguments) if program == "sbatch" else srun(arguments))

@@ -38,8 +38,8 @@ FILES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks/results").
 EXAMPLE = (ROOT / "docs/adding_a_method.md").read_text().split("```python\n")[1].split("```")[0]
 
 
-OWN = (ROOT / "docs/bring_your_own.md").read_text()
-RECIPES = [text.split("```")[0] for text in OWN.split("```python\n")[1:]]
+BRING_YOUR_OWN = (ROOT / "docs/bring_your_own.md").read_text()
+RECIPES = [text.split("```")[0] for text in BRING_YOUR_OWN.split("```python\n")[1:]]
 
 
 def name_of(path):
@@ -49,11 +49,11 @@ def name_of(path):
 def commands(path):
     """Every `python experiments/...` of a file, as words; a backslash at the end of a line continues it.
 
-    A shell variable that is a value stands for 0, one that is a word for nothing.
+    A shell variable becomes 0 where it is the value of an option; a word that is a shell variable is left out.
     """
     text = re.sub(r"=\$\w+", "=0", path.read_text().replace("\\\n", " "))
-    found = re.findall(r"python (experiments/\w+\.py[^`|\n#;]*)", text)
-    return [[word for word in shlex.split(one) if not word.startswith("$")] for one in found]
+    calls = re.findall(r"python (experiments/\w+\.py[^`|\n#;]*)", text)
+    return [[word for word in shlex.split(call) if not word.startswith("$")] for call in calls]
 
 
 def every_command():
@@ -62,7 +62,7 @@ def every_command():
 
 @pytest.fixture(scope="module")
 def example():
-    """The class that the page on adding a method defines."""
+    """The method class that the page on adding a method defines."""
     module = types.ModuleType("fedjax_pcdd.methods.fedkeep")
     sys.modules[module.__name__] = module
     exec(compile(EXAMPLE, "docs/adding_a_method.md", "exec"), module.__dict__)
@@ -72,7 +72,7 @@ def example():
 
 @pytest.fixture
 def registered(monkeypatch, tmp_path, example):
-    """The example under its name, and as the file that commands of the documentation speak of."""
+    """Registers the example by its name and as the file that commands of the documentation use."""
     monkeypatch.setitem(METHODS, "fedkeep", example)
     (tmp_path / "fedkeep.py").write_text(EXAMPLE)
     recall({"fedkeep.py:FedKeep": origin_of_file(tmp_path / "fedkeep.py", "FedKeep")})
@@ -90,7 +90,7 @@ def assert_close(one, other):
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    """The names that the blocks of the page share, in a folder of their own."""
+    """The namespace that the recipes of the page share; the working folder is a new one."""
     folder = tmp_path_factory.mktemp("session")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -108,7 +108,7 @@ def test_every_recipe_of_bring_your_own_runs(session, number):
 
 
 @pytest.mark.thorough
-def test_the_recipes_have_trained_what_they_brought(session):
+def test_the_recipes_use_the_data_metric_and_logger_that_they_define(session):
     assert session["mine"].class_names == session["pictures"].class_names == ("cat", "dog", "fox", "owl")
     assert session["table"].x_train.dtype == np.float32
     assert (session["history"].rows[-1]["worst"], Path("lines.csv").read_text().count("\n")) == (
@@ -116,7 +116,7 @@ def test_the_recipes_have_trained_what_they_brought(session):
     )  # fmt: skip
 
 
-def test_the_example_method_has_thirty_lines_at_most():
+def test_the_example_method_has_at_most_thirty_lines():
     assert EXAMPLE.count("\n") <= 30
 
 
@@ -138,15 +138,15 @@ def test_the_example_method_reduces_to_fedavg(example):
 
 
 @pytest.mark.thorough
-def test_the_example_method_holds_the_rows_of_absent_classes(example):
-    """Class 3 is nobody's: the larger mu, the nearer its column stays to the initial one."""
-    kernels = []
+def test_the_example_method_holds_the_head_columns_of_absent_classes(example):
+    """No client has class 3: the larger mu, the closer its column stays to its initial value."""
+    changes = []
     for mu in (0.0, 5.0):
         simulated = toy.simulation(method=example(mu=mu), lanes=2)
         start = np.array(simulated.start().servers.variables["params"]["head"]["kernel"])[0, :, 3]
         state, _ = toy.train(simulated, (0,))
-        kernels.append(np.abs(np.array(state.servers.variables["params"]["head"]["kernel"])[0, :, 3] - start).max())
-    assert kernels[1] < 0.8 * kernels[0]
+        changes.append(np.abs(np.array(state.servers.variables["params"]["head"]["kernel"])[0, :, 3] - start).max())
+    assert changes[1] < 0.8 * changes[0]
 
 
 # The help's list of methods is read once, before the example is registered.
@@ -157,33 +157,33 @@ def test_every_command_of_the_documentation_parses(registered, words, monkeypatc
     method = "fccl" if any(word.startswith("--task") for word in argv) else "fedavg"
     argv = [word.replace("METHOD", method) for word in argv]
     if script.endswith("/run.py"):
-        given = cli.scan(argv)
-        if "resume" not in given:
-            assert information(given) or cli.configure(given)
+        options = cli.scan(argv)
+        if "resume" not in options:
+            assert information(options) or cli.configure(options)
     elif script.endswith("/sweep.py"):
-        given = {name: text for name, text in cli.scan(argv).items() if name not in sweep.OPTIONS}
-        assert all(cli.configure(experiment.given) for experiment in grid.expand(given))
+        options = {name: text for name, text in cli.scan(argv).items() if name not in sweep.OPTIONS}
+        assert all(cli.configure(experiment.given) for experiment in grid.expand(options))
     elif script.endswith("/search.py"):
         pytest.importorskip("optuna")
-        given = {name: text for name, text in cli.scan(argv).items() if name not in search.OPTIONS}
-        assert next(Search(given, {}).stages(1))
+        options = {name: text for name, text in cli.scan(argv).items() if name not in search.OPTIONS}
+        assert next(Search(options, {}).stages(1))
     else:
-        shown = help_of(script, argv, monkeypatch, capsys)
-        assert all(word.partition("=")[0] in shown for word in argv if word.startswith("-"))
+        help_text = help_of(script, argv, monkeypatch, capsys)
+        assert all(word.partition("=")[0] in help_text for word in argv if word.startswith("-"))
 
 
 def help_of(script, argv, monkeypatch, capsys):
-    """What a script says to --help, behind the first word where that chooses what it does."""
-    chosen = itertools.takewhile(lambda word: not word.startswith("-"), argv[:1] if "analyse" in script else [])
-    monkeypatch.setattr(sys, "argv", [script, *chosen, "--help"])
-    with pytest.raises(SystemExit) as stop:
+    """What a script prints for --help; for `analyse`, the first word selects the subcommand."""
+    subcommand = itertools.takewhile(lambda word: not word.startswith("-"), argv[:1] if "analyse" in script else [])
+    monkeypatch.setattr(sys, "argv", [script, *subcommand, "--help"])
+    with pytest.raises(SystemExit) as exit_info:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert not stop.value.code
+    assert not exit_info.value.code
     return capsys.readouterr().out
 
 
 def slugs(path):
-    """The anchors of the headings of a Markdown file."""
+    """The anchors of the headings in a Markdown file."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -193,11 +193,11 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(path):
     links = re.findall(r"\]\(([^)\s:]+)\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
     for link in links:
         target, _, anchor = link.partition("#")
-        place = path.parent / target if target else path
-        if place.name == "index.md" and place.parent.name == "methods":
+        linked_file = path.parent / target if target else path
+        if linked_file.name == "index.md" and linked_file.parent.name == "methods":
             continue  # made when the site is built
-        assert place.exists(), link
-        assert not anchor or anchor in slugs(place), link
+        assert linked_file.exists(), link
+        assert not anchor or anchor in slugs(linked_file), link
 
 
 def test_every_page_of_the_folder_is_in_the_navigation():
@@ -207,7 +207,7 @@ def test_every_page_of_the_folder_is_in_the_navigation():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_page_of_a_method_has_its_options_its_hooks_and_its_file(name):
+def test_the_page_of_a_method_shows_its_options_its_hooks_and_its_source(name):
     text, cls = method_pages.method_page(name), METHODS[name]
     assert all(f"| `{cli.flag(option.name)}`" in text for option in options_of(cls).values())
     assert all(f"| `{hook}` |" in text for hook in ("upload", "penalty") if hook in vars(cls))
@@ -219,36 +219,36 @@ def test_the_command_on_the_page_of_a_method_parses(name):
     assert parse(shlex.split(method_pages.command(name))[2:])
 
 
-def test_the_command_on_a_page_names_a_task_only_where_participants_exchange():
+def test_the_command_of_a_method_names_a_task_only_where_participants_exchange():
     exchanging = {name for name in METHODS if "--task=" in method_pages.command(name)}
     assert exchanging == {"fccl", "fedmd", "rcfl", "fedmatch"}
 
 
-def folders_of(words):
-    """Folders of the runs that a command makes."""
+def folders_made_by(words):
+    """The folders of the runs that a command makes."""
     script, *argv = words
-    given = cli.scan(argv) if script.endswith(("/run.py", "/sweep.py")) else {}
-    if script.endswith("/run.py") and "resume" not in given and not information(given):
-        return [str(run_folder(cli.configure(given)[0]))]
+    options = cli.scan(argv) if script.endswith(("/run.py", "/sweep.py")) else {}
+    if script.endswith("/run.py") and "resume" not in options and not information(options):
+        return [str(run_folder(cli.configure(options)[0]))]
     if script.endswith("/sweep.py"):
-        folder = given.pop("sweep_dir")  # or its name is a digest
-        return [f"{folder}/{experiment.name}" for experiment in grid.expand(given)]
+        folder = options.pop("sweep_dir")  # without this option its name is a digest
+        return [f"{folder}/{experiment.name}" for experiment in grid.expand(options)]
     return []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_runs_that_a_page_names_are_made_by_its_own_commands(page, tmp_path, monkeypatch):
+def test_run_folders_that_a_page_reads_are_made_by_its_earlier_commands(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = []
+    folders = []
     for words in commands(ROOT / page):
-        read = [word for word in words if not word.startswith("--sweep-dir=")]
-        for named in re.findall(r"(?:^|[ =])(runs/\S*)", " ".join(read)):
-            assert any(fnmatch(folder, named.rstrip("/") + end) for folder in made for end in ("", "/*")), named
-        made += folders_of(words)
-    assert made
+        inputs = [word for word in words if not word.startswith("--sweep-dir=")]
+        for pattern in re.findall(r"(?:^|[ =])(runs/\S*)", " ".join(inputs)):
+            assert any(fnmatch(folder, pattern.rstrip("/") + end) for folder in folders for end in ("", "/*")), pattern
+        folders += folders_made_by(words)
+    assert folders
 
 
-def test_links_out_of_the_folder_become_pages_of_the_site_or_names():
+def test_links_out_of_docs_become_pages_of_the_site_or_plain_names():
     text = "[a](../benchmarks/README.md), [b](../fedjax_pcdd/trees.py), [c](https://example.org), ![d](images/x.png)"
     assert relinked(text, "results.md") == "[a](benchmarks/index.md), b, [c](https://example.org), ![d](images/x.png)"
 

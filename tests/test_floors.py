@@ -1,4 +1,4 @@
-"""The house: imports go down the floors only, and nothing below the command line knows how options are written."""
+"""The floors (layers) of the package: imports only go down, and no code below the command line spells an option."""
 
 import ast
 import re
@@ -21,24 +21,24 @@ def floor_of(path):
     return FLOORS[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
 
 
-def imported(tree):
-    """Modules of the package that a file imports, wherever in it."""
+def imported_modules(tree):
+    """Top-level modules of the package that a file imports, anywhere in it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedjax_pcdd"):
-            _, *rest = node.module.split(".")
-            yield from [rest[0]] if rest else [alias.name for alias in node.names if alias.name in FLOORS]
+            _, *submodules = node.module.split(".")
+            yield from [submodules[0]] if submodules else [alias.name for alias in node.names if alias.name in FLOORS]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down_only(path):
+def test_a_module_imports_nothing_from_a_higher_floor(path):
     if path.name == "__init__.py" and path.parent == PACKAGE:
-        return  # the front door shows what lies on every floor
-    above = [name for name in imported(ast.parse(path.read_text())) if FLOORS[name] > floor_of(path)]
-    assert above == []
+        return  # the front door re-exports names from every floor
+    higher = [name for name in imported_modules(ast.parse(path.read_text())) if FLOORS[name] > floor_of(path)]
+    assert higher == []
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if floor_of(p) < 7], ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_option_is_spelled_below_the_command_line(path):
-    """But for those of XLA, and whole commands in docstrings, as `python experiments/run.py --list-datasets`."""
+    """Except options of XLA, and whole commands in docstrings, such as `python experiments/run.py --list-datasets`."""
     lines = COMMAND.sub("", path.read_text()).splitlines()
     assert [line for line in lines if OPTION.search(line)] == []

@@ -1,4 +1,4 @@
-"""The notebooks run as scripts, whose assertions are their claims, and have the cells of their scripts."""
+"""Notebooks: their scripts run and assert what they claim, and each notebook has the cells of its script."""
 
 import json
 import os
@@ -22,32 +22,32 @@ def run(name, **environment):
 
 def cells_of_script(name):
     """Type and text of each cell of a script in the percent format."""
-    _, *parts = ("\n" + (FOLDER / f"{name}.py").read_text(encoding="utf-8")).split("\n# %%")
-    for part in parts:
-        head, _, body = part.partition("\n")
+    _, *cells = ("\n" + (FOLDER / f"{name}.py").read_text(encoding="utf-8")).split("\n# %%")
+    for cell in cells:
+        marker, _, body = cell.partition("\n")
         lines = body.strip("\n").split("\n")
-        if head == " [markdown]":
+        if marker == " [markdown]":
             lines = [line.removeprefix("#").removeprefix(" ") for line in lines]
-        yield ("markdown" if head else "code"), "\n".join(lines)
+        yield ("markdown" if marker else "code"), "\n".join(lines)
 
 
-def test_every_notebook_is_run():
+def test_every_notebook_is_listed_as_quick_or_long():
     assert {path.stem for path in FOLDER.glob("*.py")} == {*QUICK, *LONG}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", QUICK)
 def test_quick_notebook_confirms_what_it_claims(name, tmp_path):
-    done = run(name, FIGURES=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    process = run(name, FIGURES=str(tmp_path))
+    assert process.returncode == 0, process.stderr
     assert [path.stem for path in tmp_path.iterdir()] == [name] * (name in PICTURES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_long_notebook_confirms_what_it_claims(name, tmp_path):
-    done = run(name, FIGURES=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    process = run(name, FIGURES=str(tmp_path))
+    assert process.returncode == 0, process.stderr
     assert [path.stem for path in tmp_path.iterdir()] == [name] * (name in PICTURES)
 
 
@@ -86,21 +86,21 @@ CELLS = (
 
 
 @pytest.mark.slow
-def test_in_a_notebook_bars_move_in_place_figures_come_once_and_errors_speak_python(tmp_path):
+def test_notebooks_update_bars_in_place_show_figures_once_and_name_arguments(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS])
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=500, allow_errors=True, resources=resources).execute()
-    bar, plotted, kept, again, error, swept = (cell["outputs"] for cell in notebook["cells"])
-    assert [output["data"]["text/plain"].partition("  ")[0] for output in bar] == ["round 2/2"]
+    simulated, plotted, assigned, displayed, error, swept = (cell["outputs"] for cell in notebook["cells"])
+    assert [output["data"]["text/plain"].partition("  ")[0] for output in simulated] == ["round 2/2"]
     assert [output["data"]["text/plain"].partition("  ")[0] for output in swept] == ["round 4/4"]
-    for outputs in (plotted, kept, again):
+    for outputs in (plotted, assigned, displayed):
         assert ["image/png" in output["data"] for output in outputs] == [True]
-    assert [(one["ename"], one["evalue"]) for one in error] == [("UserError", "lr must be above 0, not -1.")]
+    assert [(output["ename"], output["evalue"]) for output in error] == [("UserError", "lr must be above 0, not -1.")]
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures_of_the_docs_are_small(name):
+def test_pictures_of_notebooks_are_small_and_shown_in_the_docs(name):
     picture = FOLDER.parent / "docs" / "images" / f"{name}.png"
     assert 0 < picture.stat().st_size < 80_000
     assert f"images/{name}.png" in (FOLDER.parent / "docs" / "notebooks.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Parts from outside: by decorator, entry point and import path; recorded, and the same when a run is continued."""
+"""Parts from outside the package, by decorator, entry point or import path: recorded, and checked when resumed."""
 
 import functools
 import inspect
@@ -96,7 +96,7 @@ SMALL = ["--rounds=2", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder to work in, with a method, other parts and index lists in files."""
+    """The working folder, with files that hold a method, other parts and index lists."""
     (tmp_path / "own.py").write_text(METHOD)
     (tmp_path / "parts.py").write_text(PARTS)
     order = np.random.default_rng(0).permutation(200)
@@ -112,27 +112,27 @@ def refused(sentence, function, *arguments):
 
 
 @pytest.mark.thorough
-def test_a_run_of_parts_from_outside_is_recorded_and_resumes_to_the_same_bits(folder, monkeypatch):
+def test_a_run_with_parts_from_outside_records_them_and_resumes_bit_for_bit(folder, monkeypatch):
     arguments = [*SMALL, "--method=own.py:FedStep", "--eta=0.7", "--partition=lists.npz"]
     assert main([*arguments, "--run-dir=straight"]) == 0
     assert main([*arguments, "--run-dir=runs/cut"]) == 0
     recorded = yaml.safe_load((folder / "straight/config.yaml").read_text())["from_outside"]
     assert set(recorded) == {"own.py:FedStep", "lists.npz"}
     assert recorded["own.py:FedStep"]["object"] == "FedStep"
-    cut = folder / "runs/cut"
-    for path in (cut / "summary.json", *(cut / "checkpoints/2").rglob("*")):
+    cut_run = folder / "runs/cut"
+    for path in (cut_run / "summary.json", *(cut_run / "checkpoints/2").rglob("*")):
         if path.is_file():
             path.unlink()
-    monkeypatch.chdir(folder / "runs")  # the paths as they were written lead nowhere from here
+    monkeypatch.chdir(folder / "runs")  # from here the relative paths of the command lead nowhere
     assert main(["--resume=cut", "--quiet"]) == 0
-    rows = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (folder / "straight", cut)]
+    rows = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (folder / "straight", cut_run)]
     assert rows[0]["ga_per_class"] == rows[1]["ga_per_class"]
     assert rows[0]["loss"] == rows[1]["loss"]
-    assert fp.load_run(cut).label == "FedStep"
+    assert fp.load_run(cut_run).label == "FedStep"
 
 
 @pytest.mark.thorough
-def test_a_run_is_not_continued_with_another_content(folder):
+def test_a_run_is_not_resumed_if_a_file_from_outside_has_changed_or_is_gone(folder):
     main([*SMALL, "--method=own.py:FedStep", "--partition=lists.npz", "--run-dir=run"])
     (folder / "own.py").write_text(METHOD + "# another line\n")
     refused("own.py has changed since this run began: put it back", read_run, folder / "run")
@@ -141,10 +141,10 @@ def test_a_run_is_not_continued_with_another_content(folder):
 
 
 @pytest.mark.thorough
-def test_all_kinds_of_parts_take_an_import_path(folder):
-    named = ["--model=parts.py:Net", "--partition=parts.py:by_hand", "--augmentation=parts.py:half_black"]
-    followed = ["--track=parts.py:norm", "--loggers=parts.py:Log"]
-    assert main([*SMALL, *named, *followed, "--clients=2", "--run-dir=run"]) == 0
+def test_every_kind_of_part_can_be_named_by_an_import_path(folder):
+    parts = ["--model=parts.py:Net", "--partition=parts.py:by_hand", "--augmentation=parts.py:half_black"]
+    records = ["--track=parts.py:norm", "--loggers=parts.py:Log"]
+    assert main([*SMALL, *parts, *records, "--clients=2", "--run-dir=run"]) == 0
     run = folder / "run"
     assert (run / "own.log").read_text() == "2"
     assert (run / "track_norm.png").exists()
@@ -153,7 +153,7 @@ def test_all_kinds_of_parts_take_an_import_path(folder):
     assert {name.removeprefix("parts.py:") for name in recorded} == {"Net", "by_hand", "half_black", "norm", "Log"}
 
 
-def test_options_of_a_method_from_outside_are_known(folder, capsys):
+def test_hyperparameters_of_a_method_from_outside_are_options(folder, capsys):
     config, method = parse(["--method=own.py:FedStep", "--eta=0.25", "--loud"])
     assert (method.eta, method.loud) == (0.25, True)
     assert run_folder(config).name.startswith("FedStep-digits-")
@@ -161,17 +161,17 @@ def test_options_of_a_method_from_outside_are_known(folder, capsys):
     assert "rate of the server" in capsys.readouterr().out
 
 
-def test_a_switch_of_the_method_from_outside_that_is_named_last_takes_no_value(folder):
+def test_a_switch_of_the_method_that_is_named_last_takes_no_value(folder):
     assert parse(["--method=fedavg", "--method=own.py:FedStep", "--loud"])[1].loud
     assert parse(["--method", "own.py:FedStep", "--loud", "--eta=0.25"])[1].loud
 
 
-def test_wrappers_go_around_a_method_from_outside(folder):
+def test_a_wrapper_applies_to_a_method_from_outside(folder):
     _, method = build({"method": "own.py:FedStep+prototypes", "prototype_mu": 0.1})
     assert method.traits().summary is not None
 
 
-def test_mistakes_in_an_import_path_are_one_sentence(folder):
+def test_mistakes_in_an_import_path_are_reported_in_one_sentence(folder):
     refused("own.py defines no 'FedStop': did you mean 'FedStep'", methods.get, "own.py:FedStop")
     refused("there is no file nowhere.py: check the path", methods.get, "nowhere.py:FedStep")
     build = functools.partial(models.build, num_classes=3, image_shape=(8, 8, 1))
@@ -187,7 +187,7 @@ def test_mistakes_in_an_import_path_are_one_sentence(folder):
     refused("must be a function that returns a Dataset", sources.load, "builtins:dict")
 
 
-def test_what_code_from_outside_raises_is_one_sentence_that_names_it(folder):
+def test_an_error_in_code_from_outside_is_one_sentence_that_names_the_code(folder):
     (folder / "exits.py").write_text("import sys\n\nsys.exit(3)\n")
     refused("exits.py:X cannot be imported: SystemExit: 3.", load_object, "exits.py:X")
     (folder / "fails.py").write_text("N = None\n\n\ndef fails(*given):\n    raise KeyError('wards')\n")
@@ -196,23 +196,23 @@ def test_what_code_from_outside_raises_is_one_sentence_that_names_it(folder):
     refused("partition builtins:exit fails: SystemExit", split, "builtins:exit")
     for name in ("fails.py:N", "numpy:pi"):
         refused(f"partition {name} must be a function of some of y_train", split, name)
-        augmented = functools.partial(augment.pipeline, "x", True, (8, 8, 1), own=name)
-        refused(f"augmentation {name} must be a function of an image and a key", augmented)
+        build_pipeline = functools.partial(augment.pipeline, "x", True, (8, 8, 1), own=name)
+        refused(f"augmentation {name} must be a function of an image and a key", build_pipeline)
     config, _ = build({"loggers": "os.path:join"})
     refused("logger os.path:join fails: TypeError", loggers.made, config, folder)
 
 
-def test_a_decorator_adds_a_name_and_the_same_definition_again():
-    own = Registry("method", "methods", {"fedavg": 1})
-    assert own.register("mine")(Registry) is Registry
-    own.register("mine")(Registry)  # a cell of a notebook that is run again
-    refused("there is a method 'mine' already", own.register("mine"), EntryPoint)
-    refused("cannot be the name of a method", own.register, "a:b")
-    assert (own.find("mine"), list(own)) == (Registry, ["fedavg", "mine"])
+def test_a_decorator_adds_a_name_and_accepts_the_same_definition_again():
+    method_registry = Registry("method", "methods", {"fedavg": 1})
+    assert method_registry.register("mine")(Registry) is Registry
+    method_registry.register("mine")(Registry)  # as when a notebook cell is run again
+    refused("there is a method 'mine' already", method_registry.register("mine"), EntryPoint)
+    refused("cannot be the name of a method", method_registry.register, "a:b")
+    assert (method_registry.find("mine"), list(method_registry)) == (Registry, ["fedavg", "mine"])
 
 
-def cell():
-    """What a cell of a notebook defines, anew each time that it is run."""
+def run_cell():
+    """The class that a notebook cell defines, a new one each time that the cell is run."""
 
     class Mine:
         pass
@@ -220,13 +220,13 @@ def cell():
     return Mine
 
 
-def test_what_a_cell_defines_anew_takes_the_place_of_what_it_defined_before():
-    own, parts = Registry("method", "methods"), [cell(), cell()]
-    assert [own.register("mine")(part) for part in parts] == parts
-    assert own.find("mine") is parts[1]
+def test_a_class_from_a_notebook_cell_that_is_run_again_replaces_the_earlier_one():
+    method_registry, classes = Registry("method", "methods"), [run_cell(), run_cell()]
+    assert [method_registry.register("mine")(cls) for cls in classes] == classes
+    assert method_registry.find("mine") is classes[1]
 
 
-def test_a_file_is_imported_once_for_each_content_and_leaves_the_path_as_it_was(tmp_path):
+def test_a_file_is_imported_once_for_each_content_and_leaves_sys_path_unchanged(tmp_path):
     file, path = tmp_path / "mine.py", list(sys.path)
     file.write_text("class Mine:\n    number = 1\n")
     first = load_object(f"{file}:Mine")
@@ -238,25 +238,25 @@ def test_a_file_is_imported_once_for_each_content_and_leaves_the_path_as_it_was(
     assert sys.path == path
 
 
-def test_what_is_imported_is_the_content_of_a_file_whatever_bytecode_there_is_of_an_earlier_one(tmp_path, monkeypatch):
+def test_an_import_ignores_bytecode_of_an_earlier_content_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     for number in (1, 2):
         (tmp_path / "mine.py").write_text(f"class Mine:\n    number = {number}\n")
-        os.utime(tmp_path / "mine.py", (0, 0))  # as of a copy that keeps times, or of two edits within a second
+        os.utime(tmp_path / "mine.py", (0, 0))  # as after a copy that keeps times, or two edits within a second
         assert load_object(f"{tmp_path / 'mine.py'}:Mine").number == number
 
 
-def test_a_name_that_means_nothing_by_now_is_what_it_was_in_the_run_that_was_read(tmp_path, monkeypatch):
+def test_a_name_that_is_not_registered_is_loaded_from_where_a_run_recorded_it(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("class Mine:\n    number = 1\n")
     monkeypatch.setattr(registry, "_recorded", {})
-    own = Registry("method", "methods", {"fedavg": cell()})
+    method_registry = Registry("method", "methods", {"fedavg": run_cell()})
     registry.recall({name: registry.Origin(str(tmp_path / "mine.py"), "Mine", "") for name in ("mine", "fedavg")})
-    assert own.find("mine").number == 1
-    assert own.find("fedavg") is own["fedavg"]
+    assert method_registry.find("mine").number == 1
+    assert method_registry.find("fedavg") is method_registry["fedavg"]
 
 
-def installs(folder, package, points):
-    """What pip leaves of a package in a folder of modules."""
+def install(folder, package, points):
+    """Write the metadata that pip leaves when it installs a package in a folder of modules."""
     info = folder / f"{package}-1.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
@@ -264,20 +264,20 @@ def installs(folder, package, points):
 
 
 def test_entry_points_are_found_when_a_name_is_looked_up(tmp_path, monkeypatch):
-    own = Registry("method", "methods", {"fedavg": 1})
-    known = list(own)
-    installs(tmp_path, "one", ["theirs = fractions:Fraction", "broken = nowhere:X"])
-    assert list(own) == known
+    method_registry = Registry("method", "methods", {"fedavg": 1})
+    names = list(method_registry)
+    install(tmp_path, "one", ["theirs = fractions:Fraction", "broken = nowhere:X"])
+    assert list(method_registry) == names
     monkeypatch.syspath_prepend(tmp_path)
-    assert list(own) == [*known[:1], "theirs", "broken", *known[1:]]
-    assert own.find("theirs").__name__ == "Fraction"
-    refused("method 'broken' .nowhere:X. cannot be imported: ModuleNotFoundError", own.find, "broken")
-    refused("there is no method 'their': did you mean 'theirs'", own.find, "their")
+    assert list(method_registry) == [*names[:1], "theirs", "broken", *names[1:]]
+    assert method_registry.find("theirs").__name__ == "Fraction"
+    refused("method 'broken' .nowhere:X. cannot be imported: ModuleNotFoundError", method_registry.find, "broken")
+    refused("there is no method 'their': did you mean 'theirs'", method_registry.find, "their")
     assert "theirs" not in Registry("model", "models")
 
 
-def test_a_broken_package_leaves_the_other_methods_alone(tmp_path, monkeypatch):
-    installs(tmp_path, "one", ["broken = nowhere:X", "other = fractions:Fraction"])
+def test_a_broken_package_does_not_affect_the_other_methods(tmp_path, monkeypatch):
+    install(tmp_path, "one", ["broken = nowhere:X", "other = fractions:Fraction"])
     monkeypatch.syspath_prepend(tmp_path)
     assert "broken" in methods.METHODS
     assert not {"broken", "other"} & methods.every().keys()
@@ -292,24 +292,24 @@ def scan_and_configure(argv):
     return configure(scan(argv))
 
 
-def test_a_package_that_is_installed_meanwhile_is_found(tmp_path, monkeypatch):
-    own = Registry("method", "methods", {"fedavg": 1})
+def test_a_package_installed_after_the_first_look_up_is_found(tmp_path, monkeypatch):
+    method_registry = Registry("method", "methods", {"fedavg": 1})
     monkeypatch.syspath_prepend(tmp_path)
-    assert "theirs" not in own
+    assert "theirs" not in method_registry
     os.utime(tmp_path, (0, 0))
-    installs(tmp_path, "two", ["theirs = fractions:Fraction"])
-    assert own.find("theirs").__name__ == "Fraction"
+    install(tmp_path, "two", ["theirs = fractions:Fraction"])
+    assert method_registry.find("theirs").__name__ == "Fraction"
 
 
 def test_metadata_of_packages_is_read_once(monkeypatch):
-    own, reads = Registry("method", "methods", {"fedavg": 1}), []
+    method_registry, reads = Registry("method", "methods", {"fedavg": 1}), []
     monkeypatch.setattr(registry, "entry_points", lambda group: reads.append(group) or ())
     monkeypatch.syspath_prepend("no-such-folder")
-    assert [name for _ in range(3) for name in own] == ["fedavg"] * 3
-    assert (len(own), reads) == (1, ["fedjax_pcdd.methods"])
+    assert [name for _ in range(3) for name in method_registry] == ["fedavg"] * 3
+    assert (len(method_registry), reads) == (1, ["fedjax_pcdd.methods"])
 
 
-def test_methods_of_this_package_have_no_origin(folder):
+def test_only_methods_from_outside_have_an_origin(folder):
     assert all(registry.origin_of(cls) is None for cls in methods.METHODS.values())
     assert registry.origin_of(methods.get("own.py:FedStep")).path == str(folder / "own.py")
 
@@ -323,14 +323,14 @@ def test_test_samples_follow_the_training_samples_class_by_class():
     assert [x.tolist() for x in test] == [[0, 1], [2, 3, 4, 5, 6, 7]]
 
 
-def test_the_partition_of_any_run_is_a_partition(folder):
+def test_a_saved_partition_can_be_used_as_a_partition(folder):
     digits = fp.load_dataset("digits")
     federation = fp.partition(digits, "dirichlet", clients=3, seed=1)
     federation.save(folder / "kept.npz")
-    again = fp.partition(digits, "kept.npz")
-    for one, other in zip(again.partition, federation.partition, strict=True):
-        np.testing.assert_array_equal(one.flat, other.flat)
-        np.testing.assert_array_equal(one.sizes, other.sizes)
+    loaded = fp.partition(digits, "kept.npz")
+    for loaded_lists, original_lists in zip(loaded.partition, federation.partition, strict=True):
+        np.testing.assert_array_equal(loaded_lists.flat, original_lists.flat)
+        np.testing.assert_array_equal(loaded_lists.sizes, original_lists.sizes)
 
 
 @pytest.mark.parametrize(
@@ -349,38 +349,39 @@ def test_the_partition_of_any_run_is_a_partition(folder):
         ({"train_0": np.arange(3), "test0": np.arange(3)}, "test0 belongs to no client: number the lists"),
     ],
 )
-def test_lists_that_do_not_fit_are_refused(arrays, sentence, tmp_path):
+def test_index_lists_that_do_not_fit_are_refused(arrays, sentence, tmp_path):
     np.savez(tmp_path / "bad.npz", **arrays)
     refused(sentence, lambda: partition.partition(str(tmp_path / "bad.npz"), LABELS, LABELS))
 
 
-def test_a_partition_function_gets_what_it_asks_for_and_no_more(folder):
-    known = {"clients": 4, "seed": 0, "num_classes": 2, "groups": None}
-    parts = partition.partition("parts.py:by_hand", LABELS, LABELS, **known)
+def test_a_partition_function_receives_only_the_arguments_it_names(folder):
+    arguments = {"clients": 4, "seed": 0, "num_classes": 2, "groups": None}
+    parts = partition.partition("parts.py:by_hand", LABELS, LABELS, **arguments)
     assert [len(x) for x in parts.train] == [5, 5, 5, 5]
     refused(
-        "asks asks for wards, which there is not", lambda: partition.partition("parts.py:asks", LABELS, LABELS, **known)
+        "asks asks for wards, which there is not",
+        lambda: partition.partition("parts.py:asks", LABELS, LABELS, **arguments),
     )
 
 
 @pytest.mark.parametrize(
-    "made", [None, 3, [], (), iter([LABELS]), ([np.arange(3), np.arange(2)], None), [[[0, 1], [2]], [[0], [1, 2]]]]
+    "returned", [None, 3, [], (), iter([LABELS]), ([np.arange(3), np.arange(2)], None), [[[0, 1], [2]], [[0], [1, 2]]]]
 )
-def test_a_partition_function_that_gives_no_lists_is_refused(made, monkeypatch):
-    monkeypatch.setitem(partition.PARTITIONS.data, "odd", lambda y_train: made)
+def test_a_partition_function_that_returns_no_valid_lists_is_refused(returned, monkeypatch):
+    monkeypatch.setitem(partition.PARTITIONS.data, "odd", lambda y_train: returned)
     refused(
         "odd(: the training list|.*must give a list of samples)", lambda: partition.partition("odd", LABELS, LABELS)
     )
 
 
-def test_a_partition_function_may_do_with_its_labels_what_it_likes(monkeypatch):
+def test_a_partition_function_may_change_its_labels_in_place(monkeypatch):
     monkeypatch.setitem(partition.PARTITIONS.data, "sorts", lambda y_train: y_train.sort() or [y_train])
     labels = LABELS[::-1].copy()
     partition.partition("sorts", labels, LABELS)
     np.testing.assert_array_equal(labels, LABELS[::-1])
 
 
-def test_a_partition_function_that_is_told_how_many_clients_makes_as_many(monkeypatch):
+def test_a_partition_function_that_takes_clients_must_return_that_many_lists(monkeypatch):
     monkeypatch.setitem(partition.PARTITIONS.data, "three", lambda y_train, clients: np.array_split(y_train, 3))
     assert len(partition.partition("three", LABELS, LABELS, clients=3).train) == 3
     refused(
@@ -388,7 +389,7 @@ def test_a_partition_function_that_is_told_how_many_clients_makes_as_many(monkey
     )
 
 
-def test_a_partition_function_that_does_not_ask_has_its_own_number_of_clients(tmp_path):
+def test_a_partition_function_that_does_not_take_clients_determines_their_number(tmp_path):
     (tmp_path / "split.py").write_text(
         "import numpy as np\n\ndef three(y_train):\n    return np.array_split(np.arange(len(y_train)), 3)\n"
     )
@@ -402,7 +403,7 @@ def test_a_partition_function_that_does_not_ask_has_its_own_number_of_clients(tm
     )
 
 
-def test_what_a_partition_function_asks_for_has_an_effect(monkeypatch, recwarn):
+def test_only_options_that_a_partition_function_does_not_take_have_no_effect(monkeypatch, recwarn):
     def own(y_train, clients, beta):
         return np.array_split(np.arange(len(y_train)), clients)
 
@@ -414,7 +415,7 @@ def test_what_a_partition_function_asks_for_has_an_effect(monkeypatch, recwarn):
         fp.partition(digits, "own", classes_per_client=3)
 
 
-def test_a_hyperparameter_may_not_be_called_as_an_option(tmp_path):
+def test_a_hyperparameter_must_not_have_the_name_of_an_option(tmp_path):
     (tmp_path / "clash.py").write_text(
         "import fedjax_pcdd as fp\nfrom flax import struct\n\n@struct.dataclass\nclass Clash(fp.Method):\n"
         "    lr: float = fp.hyperparameter(0.5, help='x')\n"
@@ -426,30 +427,30 @@ def test_a_hyperparameter_may_not_be_called_as_an_option(tmp_path):
     assert main([f"--method={name}", "--lr=0.02", f"--run-dir={tmp_path / 'run'}"]) == 2
 
 
-def test_lists_have_their_own_number_of_clients(folder):
+def test_index_lists_determine_the_number_of_clients(folder):
     refused(
         "lists.npz has 3 clients, not 4: drop", lambda: fp.partition(fp.load_dataset("digits"), "lists.npz", clients=4)
     )
 
 
-def test_an_npz_file_is_a_data_set_by_its_path(folder):
+def test_an_npz_file_is_loaded_as_a_data_set_by_its_path(folder):
     x, y = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 3
     np.savez(folder / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     assert (sources.load("mine.npz").name, sources.load("mine.npz").num_classes) == ("mine", 3)
     refused("there is no file|cannot be used|no readable npz", sources.load, "none.npz")
 
 
-def test_an_augmentation_of_ones_own_is_applied_to_training_images_alone(folder):
+def test_an_augmentation_from_outside_is_applied_only_to_training_images(folder):
     from fedjax_pcdd.data.augment import pipeline, prepare
 
-    own = pipeline("digits", True, (8, 8, 1), own="parts.py:half_black")
+    half_black = pipeline("digits", True, (8, 8, 1), own="parts.py:half_black")
     images = jnp.full((2, 8, 8, 1), 255, jnp.uint8)
-    trained, tested = (prepare(own, images, jax.random.key(0), train=train) for train in (True, False))
+    trained, tested = (prepare(half_black, images, jax.random.key(0), train=train) for train in (True, False))
     assert (float(trained.mean()), float(tested.mean())) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("own", "sentence"),
+    ("augmentation", "sentence"),
     [
         (lambda image, key: image / 255.0, r"must return an image of uint8 \[8, 8, 1\], not float32 \[8, 8, 1\]"),
         (lambda image, key: image[:4], r"must return an image of uint8 \[8, 8, 1\], not uint8 \[4, 8, 1\]"),
@@ -461,21 +462,22 @@ def test_an_augmentation_of_ones_own_is_applied_to_training_images_alone(folder)
         ),
     ],
 )
-def test_an_augmentation_that_gives_no_such_image_is_refused(own, sentence):
+def test_an_augmentation_that_returns_no_valid_image_is_refused(augmentation, sentence):
     images = np.zeros((20, 8, 8, 1), np.uint8)
     federation = fp.partition(fp.from_arrays(images, LABELS, images, LABELS), "iid", clients=2)
     refused(
-        f"augmentation <lambda> {sentence}", lambda: fp.simulate(federation, pipeline=fp.Pipeline(own=own), rounds=1)
+        f"augmentation <lambda> {sentence}",
+        lambda: fp.simulate(federation, pipeline=fp.Pipeline(own=augmentation), rounds=1),
     )
 
 
-def test_codes_of_a_text_are_not_augmented():
+def test_an_augmentation_of_text_codes_is_refused():
     from fedjax_pcdd.data.augment import pipeline
 
     refused("the codes of a text are not augmented", lambda: pipeline("t", True, (8, 1, 1), text=True, own="a.py:b"))
 
 
-def test_a_server_optimiser_of_ones_own_goes_around_any_method_that_averages(monkeypatch):
+def test_a_registered_server_optimiser_wraps_a_method_that_averages(monkeypatch):
     @struct.dataclass
     class Signs(fp.ServerOptimised):
         """w <- w - server_lr * sign(w - m)."""
@@ -507,12 +509,12 @@ class Lion(fp.ServerOptimised):
 
 
 @pytest.mark.thorough
-def test_a_server_optimiser_by_its_path_is_part_of_what_a_run_began_with(tmp_path, capsys):
+def test_a_run_records_a_server_optimiser_named_by_its_path_and_checks_it(tmp_path, capsys):
     file = tmp_path / "lion.py"
     file.write_text(LION)
     name = f"fedavg+{file}:Lion"
-    words = ["--dataset=digits", "--rounds=1", "--local-epochs=1", "--lanes=1", "--clients=3", "--quiet"]
-    assert main([f"--method={name}", "--server-lr=0.01", *words, f"--run-dir={tmp_path / 'run'}"]) == 0
+    options = ["--dataset=digits", "--rounds=1", "--local-epochs=1", "--lanes=1", "--clients=3", "--quiet"]
+    assert main([f"--method={name}", "--server-lr=0.01", *options, f"--run-dir={tmp_path / 'run'}"]) == 0
     (origin,) = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["from_outside"].values()
     assert (origin["path"], origin["object"]) == (str(file), "Lion")
     assert methods.get(name) is methods.get(name)
@@ -525,7 +527,7 @@ def test_a_server_optimiser_by_its_path_is_part_of_what_a_run_began_with(tmp_pat
     )
 
 
-def test_one_that_is_none_does_not_spoil_the_other_suffixes(monkeypatch):
+def test_a_suffix_that_is_no_server_optimiser_does_not_affect_the_others(monkeypatch):
     monkeypatch.setitem(methods.SERVER_OPTIMISERS.data, "odd", type("Odd", (), {}))
     assert issubclass(methods.get("fedavg+adam"), fp.Method)
     refused("odd cannot stand behind a method: derive a dataclass from fp.ServerOptimised", methods.get, "fedavg+odd")
@@ -533,13 +535,13 @@ def test_one_that_is_none_does_not_spoil_the_other_suffixes(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*methods.METHODS, "fedavg+adam", "moon+prototypes"])
-def test_the_docstring_of_a_method_says_what_its_fields_know(name):
+def test_the_docstring_of_a_method_describes_its_hyperparameters(name):
     text = inspect.getdoc(methods.get(name))
-    own = options_of(methods.get(name))
-    assert all(f"{option.help}" in text and f"\n  {option.name}" in text for option in own.values())
-    assert ("Hyper-parameters:" in text) == bool(own)
+    hyperparameters = options_of(methods.get(name))
+    assert all(f"{option.help}" in text and f"\n  {option.name}" in text for option in hyperparameters.values())
+    assert ("Hyper-parameters:" in text) == bool(hyperparameters)
     assert not text.startswith("\n")
 
 
-def test_defaults_and_bounds_stand_in_the_docstring():
+def test_the_docstring_of_a_method_states_defaults_and_bounds():
     assert "\n  mu (mu): weight of the proximal term [at least 0]; default: 0.01." in inspect.getdoc(fp.FedProx)

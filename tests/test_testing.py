@@ -1,4 +1,4 @@
-"""`check_method`: passes for what fulfils the contract, and names the claim that a method breaks."""
+"""`check_method` passes a method that fulfils the contract, and names the claim that a method breaks."""
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,8 @@ class Dividing(Method):
 
 
 @struct.dataclass
-class Forgetting(Method):
-    """Counts rounds outside of its state."""
-
-    counted: tuple = struct.field(pytree_node=False, default=(0,))
+class Scaling(Method):
+    """FedAvg with the message scaled by 1.01."""
 
     def init_client(self, setting, server, facts, key):
         return jnp.zeros(())
@@ -42,7 +40,7 @@ def test_a_method_that_reduces_to_fedavg_passes():
     check_method(METHODS["fedprox"], as_fedavg={"mu": 0.0}, mu=0.1)
 
 
-def test_rounding_alone_is_not_held_against_a_method(monkeypatch):
+def test_rounding_alone_does_not_fail_a_method(monkeypatch):
     def claim(make):
         bias = testing.train(make(), (0,))[0].servers.variables["params"]["head"]["bias"]
         lost = abs((bias + 1e3) - 1e3 - bias).max()
@@ -56,17 +54,17 @@ def test_rounding_alone_is_not_held_against_a_method(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_nans_are_named():
+def test_a_method_with_nans_is_named_with_the_claim_it_breaks():
     with pytest.raises(AssertionError, match=r"Dividing: (?:a ragged federation gives no nan|lanes do not change)"):
         check_method(Dividing)
 
 
 @pytest.mark.thorough
-def test_another_result_than_fedavgs_is_named():
+def test_a_method_that_does_not_reduce_to_fedavg_fails():
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        check_method(Forgetting, as_fedavg={})
+        check_method(Scaling, as_fedavg={})
 
 
-def test_methods_that_exchange_are_refused():
+def test_methods_that_exchange_logits_are_refused():
     with pytest.raises(UserError, match="FCCL exchanges logits"):
         check_method(METHODS["fccl"])

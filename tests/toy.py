@@ -1,4 +1,4 @@
-"""Simulations on the made-up federation of `fedjax_pcdd.testing`; equal ones are shared, with what they compiled."""
+"""Simulations on the made-up federation of `fedjax_pcdd.testing`; equal ones share their compiled programs."""
 
 import dataclasses
 import functools
@@ -30,26 +30,26 @@ _first: dict[Any, Simulation] = {}
 
 
 def shared(simulated: Simulation) -> Simulation:
-    """The simulation, with the compiled programs of an earlier one that differs from it in numbers alone."""
+    """The simulation, with the compiled programs of an earlier one that differs from it only in numbers."""
     numbers = (simulated.methods, simulated.hyper, simulated.data, simulated.keys)
     types, structure = jax.tree.flatten(jax.tree.map(jax.typeof, numbers))
     size = (simulated.cohort_size, simulated.capacity, simulated.execution.client_state)
-    first = _first.setdefault((simulated.program, structure, tuple(types), size), simulated)
-    for own, compiled in ((simulated, first), (simulated.evaluator, first.evaluator)):
-        vars(own).update({name: held for name, held in vars(compiled).items() if hasattr(held, "lower")})
+    earlier = _first.setdefault((simulated.program, structure, tuple(types), size), simulated)
+    for target, source in ((simulated, earlier), (simulated.evaluator, earlier.evaluator)):
+        vars(target).update({name: value for name, value in vars(source).items() if hasattr(value, "lower")})
     return simulated
 
 
 def forget():
-    """Let go of all simulations."""
-    for kept in (simulation.cache_clear, groups.cache_clear, _first.clear):
-        kept()
+    """Drop all cached simulations."""
+    for clear in (simulation.cache_clear, groups.cache_clear, _first.clear):
+        clear()
 
 
 def options(**given: Any) -> dict[str, Any]:
-    """What `Simulation` takes, those among the given that are fields of its `Execution` as one."""
-    own = {field.name: given.pop(field.name) for field in dataclasses.fields(Execution) if field.name in given}
-    return given | {"execution": Execution(**own)}
+    """Arguments of `Simulation`: those that are fields of `Execution` are gathered in one."""
+    execution = {field.name: given.pop(field.name) for field in dataclasses.fields(Execution) if field.name in given}
+    return given | {"execution": Execution(**execution)}
 
 
 @functools.cache
@@ -59,14 +59,14 @@ def simulation(
     client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd",
     block=None, dtype=jnp.float32, **hyper,
 ):  # fmt: skip
-    """A simulation of one method on the toy federation; equal arguments share one, and what it has compiled."""
-    parts = federation(noise=noise)
+    """A simulation of one method on the toy federation; equal arguments share one, with its compiled programs."""
+    toy_federation = federation(noise=noise)
     method = METHODS[name](**hyper) if method is None else method
     if isinstance(model, str):
-        model = models.build(model, num_classes=CLASSES, image_shape=parts.image_shape, norm=norm)
+        model = models.build(model, num_classes=CLASSES, image_shape=toy_federation.image_shape, norm=norm)
     local = Local(epochs, batch_size, last_batch, optimizer, lr, momentum, 1e-4, clip)
     simulated = Simulation(
-        method.build(model), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort,
+        method.build(model), [Experiment(toy_federation, method, local, seed)], pipeline=pipeline, cohort=cohort,
         rounds=3, weights=weights, local_statistics=local_statistics,
         execution=Execution(
             lanes=lanes, client_state=client_state, eval_batch=eval_batch, block=block, dtype=dtype, param_dtype=dtype
@@ -77,14 +77,14 @@ def simulation(
 
 def narrow_resnet(norm="batch"):
     """A residual network with batch norm that compiles fast."""
-    plain = models.build("mlp", num_classes=CLASSES, image_shape=(5, 5, 1))
-    return plain.clone(backbone=ResNet((1,), width=4, norm=norm))
+    classifier = models.build("mlp", num_classes=CLASSES, image_shape=(5, 5, 1))
+    return classifier.clone(backbone=ResNet((1,), width=4, norm=norm))
 
 
 def architectures(*necks: int) -> list:
-    """An mlp for each of the five clients; those with equal necks are one architecture."""
-    plain = models.build("mlp", num_classes=CLASSES, image_shape=(5, 5, 1))
-    return [plain.clone(neck=neck) for neck in necks]
+    """An MLP for each of the five clients; those with equal necks have the same architecture."""
+    classifier = models.build("mlp", num_classes=CLASSES, image_shape=(5, 5, 1))
+    return [classifier.clone(neck=neck) for neck in necks]
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def groups(
     batch_size=8, last_batch="keep", optimizer="adam", lr=1e-3, weight_decay=0.0, own_epochs=None, public=PLAIN,
     block=None, dtype=jnp.float32, labels=None, **hyper,
 ):  # fmt: skip
-    """Participants on the toy federation, two architectures by default; equal arguments share one."""
+    """Participants on the toy federation, by default of two architectures; equal arguments share one table."""
     method = METHODS[name](**hyper) if method is None else method
     local = Local(epochs, batch_size, last_batch, optimizer, lr, 0.9, weight_decay, None)
     table = Groups(
@@ -108,6 +108,6 @@ def groups(
 
 
 def context(**known: Any) -> Context:
-    """A context of which a test gives only what its hook looks at."""
+    """A context for which a test gives only what its hook reads; the other fields are None."""
     fields: dict[str, Any] = dict.fromkeys(Context._fields)
     return Context(**fields | {"hyper": Local()} | known)

@@ -21,7 +21,8 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import Classifier
 
-DRAWN = [("etf", "in_etf_M"), ("etf", "in_etf"), ("sparse_etf", "in_ssec")]  # what a server draws, and its vectors
+# Fields that a server draws, and the golden arrays that hold their values.
+DRAWN = [("etf", "in_etf_M"), ("etf", "in_etf"), ("sparse_etf", "in_ssec")]
 LAYERS = [("backbone", "first"), ("backbone", "second"), ("head", None)]
 
 
@@ -42,7 +43,7 @@ class TwoLayers(nn.Module):
 
 
 def sizes(g):
-    """H, inputs, D, C, batch size and epochs; a file that does not list them has them in its arrays."""
+    """H, inputs, D, C, batch size and epochs; where a file does not list them, they follow from its arrays."""
     if "par_sizes" in g:
         inputs, hidden, *others = (int(v) for v in g["par_sizes"])
         return [hidden, inputs, *others]
@@ -73,32 +74,32 @@ class Problem:
         self.first = np.concatenate([[0], np.cumsum(self.n)])
         self.x = np.concatenate(xs)
         self.hidden, inputs, self.dim, self.classes, self.batch, self.epochs = sizes(g)
-        blank = np.zeros((len(ys), 1, 1, inputs), np.uint8)
-        dataset = Dataset("toy", blank, ys, blank[:1], ys[:1], self.classes)
-        lists = tuple(np.arange(self.first[k], self.first[k + 1]) for k in range(clients))
-        self.federation = Federation(dataset, Partition(lists, tuple(x[:0] for x in lists)))
+        blank_images = np.zeros((len(ys), 1, 1, inputs), np.uint8)
+        dataset = Dataset("toy", blank_images, ys, blank_images[:1], ys[:1], self.classes)
+        index_lists = tuple(np.arange(self.first[k], self.first[k + 1]) for k in range(clients))
+        self.federation = Federation(dataset, Partition(index_lists, tuple(x[:0] for x in index_lists)))
         self.selected = g["in_selected"] > 0
 
     def unflatten(self, flat):
-        """Golden order [W1, b1, W2, b2, Wc, bc], weights (out, in), to Flax's tree."""
-        sizes = [(self.hidden, self.x.shape[1]), (self.dim, self.hidden), (self.classes, self.dim)]
-        params, at = {"backbone": {}}, 0
-        for (part, name), (rows, columns) in zip(LAYERS, sizes, strict=True):
-            kernel = flat[at : at + rows * columns].reshape(rows, columns).T
-            at += rows * columns
-            layer = {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(flat[at : at + rows])}
-            at += rows
+        """Flax's tree from the golden order [W1, b1, W2, b2, Wc, bc], with weights (out, in)."""
+        shapes = [(self.hidden, self.x.shape[1]), (self.dim, self.hidden), (self.classes, self.dim)]
+        params, offset = {"backbone": {}}, 0
+        for (part, name), (rows, columns) in zip(LAYERS, shapes, strict=True):
+            kernel = flat[offset : offset + rows * columns].reshape(rows, columns).T
+            offset += rows * columns
+            layer = {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(flat[offset : offset + rows])}
+            offset += rows
             params[part] = params[part] | {name: layer} if name else layer
         return params
 
     def flatten(self, params):
-        """The inverse; a projection is in the head's place, without either there is the backbone's part alone."""
+        """The inverse; a projection takes the head's place, a model without either gives the backbone's part alone."""
         params = params | ({"neck": params["neck"]["fc1"]} if "neck" in params else {})
         layers = [params["backbone"]["first"], params["backbone"]["second"]]
         layers += [params[part] for part in ("head", "neck") if part in params]
-        pairs = [(np.asarray(p["kernel"]), p.get("bias")) for p in layers]
-        parts = [np.concatenate([w.T.ravel(), np.zeros(w.shape[1]) if b is None else b]) for w, b in pairs]
-        return np.concatenate(parts)
+        arrays = [(np.asarray(p["kernel"]), p.get("bias")) for p in layers]
+        vectors = [np.concatenate([w.T.ravel(), np.zeros(w.shape[1]) if b is None else b]) for w, b in arrays]
+        return np.concatenate(vectors)
 
     def simulation(self, method, *, lanes, momentum=None, decay=None, clip=None, weights="method"):
         lr, rho, wd = rates(self.g)
@@ -122,15 +123,15 @@ class Problem:
         batches += [np.zeros((0, self.batch), np.int32)] * (self.clients - len(chosen))
         clients, weight = np.zeros((1, self.clients), np.int32), np.zeros((1, self.clients))
         clients[0, : len(chosen)] = chosen
-        raw = simulation.weights[0, chosen]
-        weight[0, : len(chosen)] = raw / raw.sum()
+        cohort_weights = simulation.weights[0, chosen]
+        weight[0, : len(chosen)] = cohort_weights / cohort_weights.sum()
         jobs = simulation.table(clients, weight, batches)
         return schedule.pack(batches, simulation.program.lanes, steps=simulation.capacity), jobs
 
 
 @functools.cache
 def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, clip=None, weights="method", **hyper):
-    """The problem, and the states after each round as numpy, to be left as they are."""
+    """The problem and the states after each round, as NumPy arrays; they are cached: do not change them."""
     problem = Problem(g)
     options = {"momentum": momentum, "decay": decay, "clip": clip, "weights": weights}
     simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, **options)
@@ -142,8 +143,8 @@ def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, clip=Non
     elif not model.head_bias:
         params["head"].pop("bias")
     state = simulation.start({"params": jax.tree.map(lambda x: x[None], params)})
-    drawn = {field: jnp.asarray(g[name])[None] for field, name in DRAWN if name in g}
-    servers = state.servers._replace(**{f: x for f, x in drawn.items() if f in state.servers._fields})
+    golden_fields = {field: jnp.asarray(g[name])[None] for field, name in DRAWN if name in g}
+    servers = state.servers._replace(**{f: x for f, x in golden_fields.items() if f in state.servers._fields})
     state = state._replace(servers=servers)
     states = []
     for r, row in enumerate(problem.selected):

@@ -26,5 +26,5 @@ def test_svhn_is_printed_as_cifar10():
 
 
 def test_prototypes_are_what_fedmr_adds():
-    found = Upload(fedavg=100, fedmr=135, counters=7, prototypes=30)
-    assert (found.without_prototypes, found.with_prototypes) == (107, 137)
+    counts = Upload(fedavg=100, fedmr=135, counters=7, prototypes=30)
+    assert (counts.without_prototypes, counts.with_prototypes) == (107, 137)

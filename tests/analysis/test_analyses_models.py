@@ -1,4 +1,4 @@
-"""What is tracked of the models of a simulation: the global one, and the clients' right after local training."""
+"""Quantities tracked of the models of a simulation: the global one, and the clients' right after local training."""
 
 import dataclasses
 
@@ -28,19 +28,19 @@ ALL = tuple(QUANTITIES)
 
 
 def tracked(simulated, names=ALL, rounds=0, **options):
-    """The entry after some rounds, with what was seen of the clients before the last, and the state."""
+    """The entry after some rounds, the values of the clients' models in the last of them, and the state."""
     tracker, state = Tracker(names, simulated, 0, **options), simulated.start()
     plan = simulated.plan(0)
-    seen = tracker.before(0, state, plan)
+    client_values = tracker.before(0, state, plan)
     for r in range(rounds):
         plan = simulated.plan(r)
-        seen = tracker.before(r, state, plan)
+        client_values = tracker.before(r, state, plan)
         state, _ = simulated.step(state, r, plan)
-    return tracker.entry(state, plan[1], seen), seen, state
+    return tracker.entry(state, plan[1], client_values), client_values, state
 
 
-def seen_first(simulated, names):
-    """What is seen of each client after the first local training."""
+def first_local_values(simulated, names):
+    """The values of each client's model after the first local training."""
     return Tracker(names, simulated, 0).before(0, simulated.start(), simulated.plan(0))[0]
 
 
@@ -50,16 +50,16 @@ def features_by_hand(simulated, variables, images):
 
 
 @pytest.mark.thorough
-def test_features_of_a_pair_with_a_trained_head_count_as_they_are():
+def test_features_of_a_pair_with_a_trained_head_are_not_normalised():
     simulated = toy.simulation("fml", method=METHODS["fml"](meme="mlp"))
     variables = simulated.initial(0)
     data, row = simulated.data, 0
     view = View(simulated.program, (), variables, lambda images: images, data.train, row, data.class_counts[row] > 0)
     means, counts = class_means(view)
-    own = toy.federation().partition.train[row]
+    indices = toy.federation().partition.train[row]
     z, labels = (
-        features_by_hand(simulated, variables, toy.federation().dataset.x_train[own]),
-        toy.federation().dataset.y_train[own],
+        features_by_hand(simulated, variables, toy.federation().dataset.x_train[indices]),
+        toy.federation().dataset.y_train[indices],
     )
     for c in np.flatnonzero(np.asarray(counts)):
         np.testing.assert_allclose(means[c], z[labels == c].mean(0), rtol=1e-4, atol=1e-5)
@@ -73,11 +73,11 @@ def test_global_numbers_are_those_of_the_global_model():
     data, present = federation.dataset, federation.class_counts > 0
     z = features_by_hand(simulated, variables, data.x_test)
     means = np.stack([z[data.y_test == c].mean(0) if (data.y_test == c).any() else 0 * z[0] for c in range(4)])
-    seen = np.isin(np.arange(4), data.y_test)
-    for name, vectors, known in (("angles", variables["params"]["head"]["kernel"].T, None), ("features", means, seen)):
-        each = [class_angles(vectors, own, known) for own in present]
+    tested = np.isin(np.arange(4), data.y_test)
+    for name, vectors, mask in (("angles", variables["params"]["head"]["kernel"].T, None), ("features", means, tested)):
+        angles = [class_angles(vectors, present_classes, mask) for present_classes in present]
         for field in ("existing", "missing", "between", "all"):
-            values = np.array([getattr(one, field) for one in each])
+            values = np.array([getattr(client_angles, field) for client_angles in angles])
             np.testing.assert_allclose(entry[name]["global"][field], values[values >= 0].mean(), rtol=1e-4)
     probe = random_probe(len(data.y_test), 0)
     np.testing.assert_allclose(entry["spectrum"]["global"]["variance"], eigenvalue_variance(z[probe[0]])[1], rtol=1e-4)
@@ -87,48 +87,52 @@ def test_global_numbers_are_those_of_the_global_model():
 
 def shares_by_hand(correct, federation):
     """Accuracies on the classes of each client and on the others, from correct predictions [K or 1, C]."""
-    present, number = federation.class_counts > 0, np.bincount(federation.dataset.y_test, minlength=4)
-    each = {}
+    present, tests = federation.class_counts > 0, np.bincount(federation.dataset.y_test, minlength=4)
+    accuracies = {}
     for name, chosen in (("existing", present), ("missing", ~present)):
-        right, of = (np.broadcast_to(correct, present.shape) * chosen).sum(1), (number * chosen).sum(1)
-        each[name] = (right[of > 0] / of[of > 0]).mean()
-    return each
+        correct_sum, total = (np.broadcast_to(correct, present.shape) * chosen).sum(1), (tests * chosen).sum(1)
+        accuracies[name] = (correct_sum[total > 0] / total[total > 0]).mean()
+    return accuracies
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_accuracy_by_classes_of_the_clients_models_is_that_of_their_answers_to_all_tests(lanes):
+def test_class_accuracy_of_client_models_is_that_on_all_test_samples(lanes):
     simulated = toy.simulation("solo", cohort=5, lanes=lanes)
     entry, _, state = tracked(simulated, ("classes",), rounds=1)
-    by_hand = shares_by_hand(simulated.evaluator.personal(state, own=False), simulated.experiments[0].federation)
-    assert entry["classes"]["local"] == pytest.approx(by_hand, rel=1e-6)
+    expected = shares_by_hand(simulated.evaluator.personal(state, own=False), simulated.experiments[0].federation)
+    assert entry["classes"]["local"] == pytest.approx(expected, rel=1e-6)
     assert entry["classes"]["global"] is None
 
 
 @pytest.mark.thorough
-def test_accuracy_by_classes_of_the_global_model_is_over_the_classes_of_each_client():
+def test_class_accuracy_of_the_global_model_is_over_the_classes_of_each_client():
     simulated = toy.simulation(cohort=5)
     entry, _, state = tracked(simulated, ("classes",), rounds=1, local=False)
-    by_hand = shares_by_hand(simulated.evaluate(state).generic, simulated.experiments[0].federation)
-    assert entry["classes"]["global"] == pytest.approx(by_hand, rel=1e-6)
+    expected = shares_by_hand(simulated.evaluate(state).generic, simulated.experiments[0].federation)
+    assert entry["classes"]["global"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.thorough
-def test_validation_samples_are_no_tests_of_classes():
-    known = {"cohort": 5, "lanes": 1}
-    whole = toy.simulation("solo", **known).experiments[0]
-    held = hold_out(whole.federation, 0.3, seed=0)
-    one = toy.simulation("solo", **known)
+def test_validation_samples_do_not_count_in_class_accuracy():
+    options = {"cohort": 5, "lanes": 1}
+    experiment = toy.simulation("solo", **options).experiments[0]
+    federation = hold_out(experiment.federation, 0.3, seed=0)
+    plain = toy.simulation("solo", **options)
     simulated = Simulation(
-        one.program.model, [whole._replace(federation=held)], pipeline=one.program.pipeline, cohort=5, rounds=3
+        plain.program.model,
+        [experiment._replace(federation=federation)],
+        pipeline=plain.program.pipeline,
+        cohort=5,
+        rounds=3,
     )
     entry, _, state = tracked(simulated, ("classes",), rounds=1)
-    by_hand = shares_by_hand(simulated.evaluator.personal(state, own=False)[:, :4], held)
-    assert entry["classes"]["local"] == pytest.approx(by_hand, rel=1e-6)
+    expected = shares_by_hand(simulated.evaluator.personal(state, own=False)[:, :4], federation)
+    assert entry["classes"]["local"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.thorough
-def test_the_adapted_classifier_of_a_client_answers_for_its_classes():
+def test_the_adapted_classifier_of_a_client_answers_for_its_classes_alone():
     """FedGELA's Phi of a missing class is 0, and with the softmax over the client's own classes it has no logit."""
     entry, *_ = tracked(toy.simulation("fedgela", cohort=5, denominator="present"), ("classes",), rounds=1)
     assert entry["classes"]["local"]["missing"] == 0
@@ -138,46 +142,46 @@ def test_the_adapted_classifier_of_a_client_answers_for_its_classes():
 @pytest.mark.thorough
 def test_the_only_client_of_a_round_has_the_model_that_becomes_the_global_one():
     entry, *_ = tracked(toy.simulation(cohort=1, lanes=1), ("angles",), rounds=2)
-    known = {name: value for name, value in entry["angles"]["global"].items() if value is not None}
-    assert known
-    assert {name: entry["angles"]["local"][name] for name in known} == pytest.approx(known, rel=1e-5)
+    global_angles = {name: value for name, value in entry["angles"]["global"].items() if value is not None}
+    assert global_angles
+    assert {name: entry["angles"]["local"][name] for name in global_angles} == pytest.approx(global_angles, rel=1e-5)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("later", ["learning rate", "images"])
-def test_a_later_round_is_looked_at_with_its_own_learning_rate_and_images(later):
-    one = toy.simulation(cohort=1, lanes=1)
-    experiment, pipeline = one.experiments[0], one.program.pipeline
+def test_a_later_round_is_measured_with_its_own_learning_rate_and_images(later):
+    plain = toy.simulation(cohort=1, lanes=1)
+    experiment, pipeline = plain.experiments[0], plain.program.pipeline
     if later == "learning rate":
-        experiment = experiment._replace(local=dataclasses.replace(one.local, lr_steps=(1,), lr_decay=0.1))
+        experiment = experiment._replace(local=dataclasses.replace(plain.local, lr_steps=(1,), lr_decay=0.1))
     else:
         pipeline = Pipeline(flip=True)
-    simulated = Simulation(one.program.model, [experiment], pipeline=pipeline, cohort=1, rounds=3)
+    simulated = Simulation(plain.program.model, [experiment], pipeline=pipeline, cohort=1, rounds=3)
     entry, *_ = tracked(simulated, ("angles",), rounds=2)
-    known = {name: value for name, value in entry["angles"]["global"].items() if value is not None}
-    assert {name: entry["angles"]["local"][name] for name in known} == pytest.approx(known, rel=1e-5)
+    global_angles = {name: value for name, value in entry["angles"]["global"].items() if value is not None}
+    assert {name: entry["angles"]["local"][name] for name in global_angles} == pytest.approx(global_angles, rel=1e-5)
 
 
 @pytest.mark.thorough
-def test_a_client_without_a_step_is_not_looked_at():
+def test_a_client_without_a_step_is_not_measured():
     simulated = toy.simulation("solo", cohort=5, lanes=1, last_batch="strict")  # client 0 has one sample, a batch 8
-    assert seen_first(simulated, ("intra",))["intra"].shape == (4,)
+    assert first_local_values(simulated, ("intra",))["intra"].shape == (4,)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"cohort": 2}, {"cohort": 5, "last_batch": "strict"}])
-def test_the_global_model_is_looked_at_with_the_classes_of_those_who_trained(options):
+def test_the_global_model_is_measured_with_the_classes_of_trained_clients(options):
     simulated = toy.simulation(**options)
     entry, _, state = tracked(simulated, ("angles",), rounds=1, local=False)
     jobs = simulated.plan(0)[1]
     present = simulated.experiments[0].federation.class_counts[jobs.row[jobs.steps > 0]] > 0
     kernel = np.asarray(state.servers.variables["params"]["head"]["kernel"][0])
     for field in ("existing", "missing"):
-        angles = np.array([getattr(class_angles(kernel.T, own), field) for own in present])
+        angles = np.array([getattr(class_angles(kernel.T, classes), field) for classes in present])
         assert entry["angles"]["global"][field] == pytest.approx(angles[angles >= 0].mean(), rel=1e-5)
 
 
-def test_the_test_samples_that_are_looked_at_are_those_of_the_seed():
+def test_the_test_samples_of_the_probe_are_those_of_the_seed():
     simulated = toy.simulation()
     labels = simulated.experiments[0].federation.dataset.y_test
     for seed in (0, 3):
@@ -190,10 +194,10 @@ def test_local_numbers_are_those_of_the_clients_own_samples():
     entry, _, state = tracked(simulated, ("features", "spectrum", "intra"), rounds=1)
     federation = simulated.experiments[0].federation
     variances, losses, angles = [], [], []
-    for k, own in enumerate(federation.partition.train):
-        labels, variables = federation.dataset.y_train[own], jax.tree.map(lambda x, k=k: x[k], state.clients)
-        z = features_by_hand(simulated, variables, federation.dataset.x_train[own])
-        variances += [eigenvalue_variance(z)[1]] if len(own) >= 2 else []
+    for k, indices in enumerate(federation.partition.train):
+        labels, variables = federation.dataset.y_train[indices], jax.tree.map(lambda x, k=k: x[k], state.clients)
+        z = features_by_hand(simulated, variables, federation.dataset.x_train[indices])
+        variances += [eigenvalue_variance(z)[1]] if len(indices) >= 2 else []
         losses.append(intra_class(z, labels, 4))
         means = np.stack([z[labels == c].mean(0) if (labels == c).any() else 0 * z[0] for c in range(4)])
         angles.append(class_angles(means, federation.class_counts[k] > 0).existing)
@@ -203,13 +207,15 @@ def test_local_numbers_are_those_of_the_clients_own_samples():
 
 
 @pytest.mark.thorough
-def test_what_is_seen_does_not_depend_on_lanes():
-    one, two = (seen_first(toy.simulation("moon", cohort=5, lanes=lanes), ("angles",)) for lanes in (1, 3))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one, two)
+def test_local_numbers_do_not_depend_on_lanes():
+    one_lane, three_lanes = (
+        first_local_values(toy.simulation("moon", cohort=5, lanes=lanes), ("angles",)) for lanes in (1, 3)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one_lane, three_lanes)
 
 
 @pytest.mark.thorough
-def test_looking_leaves_the_state_as_it_was():
+def test_measuring_leaves_the_state_unchanged():
     simulated = toy.simulation("solo", cohort=5, lanes=1)
     state = simulated.start()
     copy = jax.tree.map(np.array, state)
@@ -218,48 +224,48 @@ def test_looking_leaves_the_state_as_it_was():
 
 
 @pytest.mark.thorough
-def test_clients_on_the_host_are_seen_as_those_on_the_device():
+def test_local_numbers_do_not_depend_on_where_client_states_are():
     device, host = (
-        seen_first(toy.simulation("solo", cohort=2, lanes=1, client_state=place), ("intra",))
-        for place in ("device", "host")
+        first_local_values(toy.simulation("solo", cohort=2, lanes=1, client_state=client_state), ("intra",))
+        for client_state in ("device", "host")
     )
     np.testing.assert_array_equal(device["intra"], host["intra"])
 
 
 @pytest.mark.thorough
-def test_an_etf_has_its_angle_everywhere():
+def test_an_etf_has_its_angle_in_the_global_and_in_local_models():
     entry, *_ = tracked(toy.simulation("fedgela", cohort=5), ("angles", "features", "intra"))
-    assert {name: one.get("etf") for name, one in entry.items()} == dict.fromkeys(entry, etf_angle(4)) | {"intra": None}
+    assert {name: x.get("etf") for name, x in entry.items()} == dict.fromkeys(entry, etf_angle(4)) | {"intra": None}
     for model in ("global", "local"):
         assert entry["angles"][model]["all"] == pytest.approx(etf_angle(4), rel=1e-4)
 
 
 @pytest.mark.thorough
-def test_without_a_global_model_clients_are_looked_at_in_any_case():
+def test_without_a_global_model_clients_are_measured_in_any_case():
     entry, *_ = tracked(toy.simulation("solo", cohort=5, lanes=1), ("intra",), local=False)
     assert entry["intra"]["global"] is None
     assert entry["intra"]["local"]["loss"] > 0
 
 
 @pytest.mark.thorough
-def test_no_track_local_trains_nobody_twice():
-    entry, seen, *_ = tracked(toy.simulation(cohort=5), ("angles",), local=False)
-    assert seen is None
+def test_no_track_local_trains_no_client_twice():
+    entry, client_values, *_ = tracked(toy.simulation(cohort=5), ("angles",), local=False)
+    assert client_values is None
     assert entry["angles"]["local"] is None
     assert entry["angles"]["global"]["all"] > 0
 
 
 @pytest.mark.thorough
-def test_participants_of_two_architectures_are_seen_between_rounds():
+def test_participants_of_two_architectures_are_measured_between_rounds():
     simulated = toy.groups("fedmd")
-    entry, seen, state = tracked(simulated, ("angles",))
+    entry, client_values, state = tracked(simulated, ("angles",))
     kernels = [None] * 5
     for members, clients in zip(simulated.members, state.clients, strict=True):
         for row, k in enumerate(members):
             kernels[k] = np.asarray(clients["params"]["head"]["kernel"][row])
-    owned = simulated.federation.class_counts > 0
-    angles = np.array([class_angles(w.T, own).missing for w, own in zip(kernels, owned, strict=True)])
-    assert seen is None
+    present = simulated.federation.class_counts > 0
+    angles = np.array([class_angles(w.T, classes).missing for w, classes in zip(kernels, present, strict=True)])
+    assert client_values is None
     assert entry["angles"]["local"]["missing"] == pytest.approx(angles[angles >= 0].mean(), rel=1e-5)
 
 
@@ -270,42 +276,42 @@ def test_the_random_probe_holds_every_sample_once():
 
 
 @pytest.mark.thorough
-def test_of_one_step_the_gradient_is_what_moved_the_weights():
-    known = {"cohort": 1, "lanes": 1, "epochs": 1, "batch_size": 64, "last_batch": "keep"}
+def test_the_gradient_of_a_single_step_is_what_moved_the_weights():
+    options = {"cohort": 1, "lanes": 1, "epochs": 1, "batch_size": 64, "last_batch": "keep"}
     for clip, share in ((None, 0.0), (0.01, 1.0)):
-        entry, *_ = tracked(toy.simulation(**known, clip=clip), ("gradients",), rounds=1)
-        _, _, after = tracked(toy.simulation(**known), ("gradients",), rounds=1)
-        before = toy.simulation(**known).start().servers.variables["params"]
-        moved = jax.tree.map(lambda w, v: (w - v) / 0.05 - 1e-4 * w, before, after.servers.variables["params"])
-        assert entry["gradients"]["local"]["norm"] == pytest.approx(float(optax.tree.norm(moved)), rel=1e-4)
+        entry, *_ = tracked(toy.simulation(**options, clip=clip), ("gradients",), rounds=1)
+        _, _, after = tracked(toy.simulation(**options), ("gradients",), rounds=1)
+        before = toy.simulation(**options).start().servers.variables["params"]
+        gradients = jax.tree.map(lambda w, v: (w - v) / 0.05 - 1e-4 * w, before, after.servers.variables["params"])
+        assert entry["gradients"]["local"]["norm"] == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-4)
         assert entry["gradients"]["local"]["clipped"] == share
 
 
 @pytest.mark.thorough
 def test_the_backbones_weights_are_measured_without_the_head():
-    entry, seen, state = tracked(toy.simulation(cohort=1, lanes=1), ("gradients",), rounds=1)
+    entry, client_values, state = tracked(toy.simulation(cohort=1, lanes=1), ("gradients",), rounds=1)
     norm = float(optax.tree.norm(state.servers.variables["params"]["backbone"]))
     assert entry["gradients"]["global"]["weights"] == pytest.approx(norm, rel=1e-5)
-    assert seen[0]["gradients"]["weights"] == pytest.approx([norm], rel=1e-5)  # the mean of one client
+    assert client_values[0]["gradients"]["weights"] == pytest.approx([norm], rel=1e-5)  # the mean of one client
 
 
 @pytest.mark.thorough
-def test_a_step_is_clipped_where_any_part_is():
+def test_a_step_counts_as_clipped_if_any_part_is():
     gradients, limits = {"a": jnp.float32(3.0), "b": jnp.float32(4.0)}, (4.5, 3.5, 2.0)
-    together, apart = ([Steps.none().after(gradients, limit, own) for limit in limits] for own in ((), ("b",)))
-    assert [float(one.clipped) for one in together] == [1, 1, 1]
-    assert [float(one.clipped) for one in apart] == [0, 1, 1]
-    assert all(float(one.norm) == pytest.approx(5) and one.count == 1 for one in (*together, *apart))
+    together, apart = ([Steps.none().after(gradients, limit, parts) for limit in limits] for parts in ((), ("b",)))
+    assert [float(steps.clipped) for steps in together] == [1, 1, 1]
+    assert [float(steps.clipped) for steps in apart] == [0, 1, 1]
+    assert all(float(steps.norm) == pytest.approx(5) and steps.count == 1 for steps in (*together, *apart))
 
 
-def test_of_several_steps_the_norm_is_a_mean_and_the_clipped_ones_are_a_share():
+def test_over_several_steps_the_norm_is_a_mean_and_clipped_steps_are_a_share():
     program, variables = toy.simulation().program, {"params": {"backbone": {"w": jnp.ones(4)}, "head": jnp.ones(9)}}
     steps = Steps(count=jnp.float32(4), norm=jnp.float32(10), clipped=jnp.float32(1))
     view = View(program, (), variables, lambda images: images, (), 0, jnp.ones(4, bool), None, steps)
     assert QUANTITIES["gradients"].of_client(view) == {"norm": 2.5, "clipped": 0.25, "weights": 2}
 
 
-def test_of_several_steps_that_a_method_asks_for_at_once_the_last_counts():
+def test_of_several_steps_in_one_local_update_the_last_counts():
     @struct.dataclass
     class Twice(METHODS["fedavg"]):
         def local_update(self, evaluate, step, variables, batch, context):
@@ -315,28 +321,28 @@ def test_of_several_steps_that_a_method_asks_for_at_once_the_last_counts():
     variables = {"params": {"w": jnp.float32(1)}, STEPS: Steps.none()}
     watched = Watched(Twice(), (), lambda *_: (), of_steps=True)
     context = toy.context(start=variables, hyper=Local(clip=9.0))
-    _, state, _ = watched.local_update(None, lambda given: given, variables, (), context)
+    _, state, _ = watched.local_update(None, lambda gradients: gradients, variables, (), context)
     assert (state[STEPS].norm, state[STEPS].count) == (5, 1)
 
 
 @pytest.mark.parametrize("name", ["classes", "angles", "features"])
-def test_a_client_that_was_lost_is_in_no_mean_over_the_clients(name):
+def test_a_client_that_dropped_out_is_in_no_mean_over_clients(name):
     values, trained = np.array([0.25, 0.75, 0.5]), np.array([True, False, True])
-    shown = {"existing": values, "missing": values} if name == "classes" else Angles(*[values] * 4)
-    assert QUANTITIES[name].overall(shown, trained, np.zeros((1, 3), int), 4)["existing"] == 0.375
+    result = {"existing": values, "missing": values} if name == "classes" else Angles(*[values] * 4)
+    assert QUANTITIES[name].overall(result, trained, np.zeros((1, 3), int), 4)["existing"] == 0.375
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["apfl", "fedsmoo", "scaffold"])
 def test_watching_the_steps_changes_no_training(method):
     simulated = toy.simulation(method, cohort=5)
-    plain, watched = (seen_first(simulated, names) for names in (("intra",), ("intra", "gradients")))
-    np.testing.assert_allclose(watched["intra"], plain["intra"], rtol=1e-5)
-    assert (watched["gradients"]["norm"] > 0).all()
+    plain, with_steps = (first_local_values(simulated, names) for names in (("intra",), ("intra", "gradients")))
+    np.testing.assert_allclose(with_steps["intra"], plain["intra"], rtol=1e-5)
+    assert (with_steps["gradients"]["norm"] > 0).all()
 
 
 @pytest.mark.thorough
-def test_between_rounds_nobody_has_taken_a_step():
+def test_between_rounds_weights_are_measured_but_no_steps():
     groups = toy.groups("fedmd")
     entry = Tracker(("gradients",), groups, 0).entry(groups.start(), None, None)
     assert entry["gradients"]["local"]["norm"] is None

@@ -20,41 +20,41 @@ from fedjax_pcdd.analysis.spectrum import (
 
 @pytest.mark.parametrize("g", cases("angles"))
 def test_class_angles_agree_with_the_vectors(g, x64):
-    found = class_angles(jnp.asarray(g["in_W"]), jnp.asarray(g["in_present"]) > 0)
+    angles = class_angles(jnp.asarray(g["in_W"]), jnp.asarray(g["in_present"]) > 0)
     expected = [g["out_existing"], g["out_missing"], g["out_all"]]
-    np.testing.assert_allclose([found.existing, found.missing, found.all], expected, rtol=1e-9)
+    np.testing.assert_allclose([angles.existing, angles.missing, angles.all], expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("g", cases("angles"))
-def test_the_kinds_of_pairs_make_up_all_pairs(g, x64):
+def test_the_mean_over_all_pairs_is_made_up_of_the_three_kinds_of_pairs(g, x64):
     present = g["in_present"] > 0
-    found = class_angles(jnp.asarray(g["in_W"]), jnp.asarray(present))
-    has, lacks = present.sum(), (~present).sum()
-    pairs = np.array([has * (has - 1) / 2, lacks * (lacks - 1) / 2, has * lacks])
-    np.testing.assert_allclose(np.array(found[:3]) @ pairs / pairs.sum(), found.all, rtol=1e-12)
+    angles = class_angles(jnp.asarray(g["in_W"]), jnp.asarray(present))
+    existing, missing = present.sum(), (~present).sum()
+    pairs = np.array([existing * (existing - 1) / 2, missing * (missing - 1) / 2, existing * missing])
+    np.testing.assert_allclose(np.array(angles[:3]) @ pairs / pairs.sum(), angles.all, rtol=1e-12)
 
 
 @pytest.mark.thorough
-def test_between_is_the_mean_over_one_existing_and_one_missing_class():
+def test_between_is_the_mean_over_pairs_of_an_existing_and_a_missing_class():
     vectors = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
-    found = class_angles(vectors, jnp.asarray([True, False, False, True]))
+    angles = class_angles(vectors, jnp.asarray([True, False, False, True]))
     crossing = np.asarray(pairwise_angles(vectors))[np.ix_([0, 3], [1, 2])]
-    np.testing.assert_allclose(found.between, crossing.mean(), rtol=1e-6)
+    np.testing.assert_allclose(angles.between, crossing.mean(), rtol=1e-6)
 
 
 @pytest.mark.thorough
 def test_unknown_rows_are_in_no_pair():
     vectors = jnp.asarray(np.random.default_rng(1).normal(size=(5, 3)))
     present, known = jnp.asarray([True, True, True, False, False]), jnp.asarray([True, True, False, True, False])
-    found = class_angles(vectors, present, known)
-    assert found.missing == -1
-    np.testing.assert_allclose(found.existing, pairwise_angles(vectors)[0, 1], rtol=1e-6)
+    angles = class_angles(vectors, present, known)
+    assert angles.missing == -1
+    np.testing.assert_allclose(angles.existing, pairwise_angles(vectors)[0, 1], rtol=1e-6)
 
 
 @pytest.mark.thorough
-def test_one_class_has_no_angle():
-    found = class_angles(jnp.eye(2), jnp.asarray([True, False]))
-    assert (found.existing, found.missing, found.between) == (-1, -1, 90)
+def test_a_single_class_has_no_angle():
+    angles = class_angles(jnp.eye(2), jnp.asarray([True, False]))
+    assert (angles.existing, angles.missing, angles.between) == (-1, -1, 90)
 
 
 @pytest.mark.thorough
@@ -74,9 +74,9 @@ def test_eigenvalues_are_those_of_the_correlation_matrix(shape):
 def test_mean_spectrum_is_the_mean_over_batches():
     batches = np.random.default_rng(3).normal(size=(3, 20, 8))
     eigenvalues, variance = mean_spectrum(batches, top=5)
-    each = [eigenvalue_variance(batch, 5) for batch in batches]
-    np.testing.assert_allclose(eigenvalues, np.mean([values[:5] for values, _ in each], axis=0))
-    np.testing.assert_allclose(variance, np.mean([value for _, value in each]))
+    spectra = [eigenvalue_variance(batch, 5) for batch in batches]
+    np.testing.assert_allclose(eigenvalues, np.mean([values[:5] for values, _ in spectra], axis=0))
+    np.testing.assert_allclose(variance, np.mean([value for _, value in spectra]))
 
 
 def test_collapsed_features_have_the_larger_variance():
@@ -91,8 +91,8 @@ def test_class_spectra_are_those_of_each_class_alone():
     spectra = class_spectra(features, labels, 5, top=4)
     np.testing.assert_allclose(spectra[2], eigenvalue_variance(features[18:30])[0][:4])
     assert np.isnan(spectra[[1, 3, 4]]).all()
-    both = [eigenvalue_variance(features[labels == c], 4)[1] for c in (0, 2)]
-    np.testing.assert_allclose(class_eigenvalue_variance(features, labels, 4), np.mean(both))
+    class_variances = [eigenvalue_variance(features[labels == c], 4)[1] for c in (0, 2)]
+    np.testing.assert_allclose(class_eigenvalue_variance(features, labels, 4), np.mean(class_variances))
 
 
 @pytest.mark.thorough
@@ -102,8 +102,8 @@ def test_bilateral_curves_are_drawn(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_of_methods_that_take_equally_long_the_most_accurate_is_on_the_front():
-    assert [one.label for one in pareto([Burden("a", 1, 2, 0.4), Burden("b", 1, 2, 0.5)])] == ["b"]
+def test_of_methods_with_equal_time_the_most_accurate_is_on_the_pareto_front():
+    assert [burden.label for burden in pareto([Burden("a", 1, 2, 0.4), Burden("b", 1, 2, 0.5)])] == ["b"]
 
 
 def test_fluctuation_is_over_the_last_twenty_changes():
@@ -112,7 +112,7 @@ def test_fluctuation_is_over_the_last_twenty_changes():
     assert np.isnan(fluctuation(np.array([1.0])))
 
 
-def test_a_balanced_sample_has_so_many_of_each_class_and_all_of_a_smaller_one():
+def test_a_balanced_sample_has_equally_large_classes_or_all_of_a_smaller_one():
     labels = np.repeat([0, 2, 1], [30, 4, 20])
     rows = balanced(labels, 5)
     assert labels[rows].tolist() == [0] * 5 + [1] * 5 + [2] * 4

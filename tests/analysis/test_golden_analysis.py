@@ -48,10 +48,10 @@ def test_zero_vector_makes_no_nan_in_a_mean_angle():
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("g", cases("eig_variance"))
 def test_eigenvalue_variance_agrees_with_the_vectors(g, dtype):
-    eigenvalues, value = eigenvalue_variance(g["in_z"].astype(dtype), int(g["par_topk"]))
+    eigenvalues, variance = eigenvalue_variance(g["in_z"].astype(dtype), int(g["par_topk"]))
     atol = RTOL[dtype] * g["out_eigs"].max()
     np.testing.assert_allclose(eigenvalues, g["out_eigs"], rtol=RTOL[dtype], atol=atol)
-    np.testing.assert_allclose(value, g["out_var_topk"], rtol=RTOL[dtype])
+    np.testing.assert_allclose(variance, g["out_var_topk"], rtol=RTOL[dtype])
 
 
 @pytest.mark.parametrize("g", cases("eig_variance"))
@@ -63,17 +63,17 @@ def test_unbiased_correlation_agrees_with_the_vectors(g):
 @pytest.mark.parametrize("g", cases("eig_variance"))
 def test_spread_of_all_eigenvalues_is_the_frobenius_norm_less_the_trace(g):
     samples, dimensions = g["in_z"].shape
-    _, value = eigenvalue_variance(g["in_z"], dimensions, unbiased=True)
+    _, variance = eigenvalue_variance(g["in_z"], dimensions, unbiased=True)
     matrix = correlation(g["in_z"], unbiased=True)
-    np.testing.assert_allclose(value * samples, g["out_lemma_lhs"], rtol=1e-9)
+    np.testing.assert_allclose(variance * samples, g["out_lemma_lhs"], rtol=1e-9)
     np.testing.assert_allclose(np.sum(matrix**2) - dimensions, g["out_lemma_rhs"], rtol=1e-9)
 
 
 def test_printed_divisors_change_the_lemma_to_a_diagonal_of_n_over_n_minus_one():
     features = np.asarray([[0, 0], [1, 2], [2, 1]])
-    _, value = eigenvalue_variance(features)
+    _, variance = eigenvalue_variance(features)
     np.testing.assert_allclose(correlation(features), [[1.5, 0.75], [0.75, 1.5]])
-    np.testing.assert_allclose(3 * value, 5.625 - 2 * 1.5**2)
+    np.testing.assert_allclose(3 * variance, 5.625 - 2 * 1.5**2)
 
 
 def test_constant_dimension_adds_a_zero_eigenvalue():
@@ -86,5 +86,5 @@ def test_constant_dimension_adds_a_zero_eigenvalue():
 def test_class_eigenvalue_variance_is_the_mean_over_classes_with_two_samples():
     features = np.random.default_rng(1).normal(size=(21, 4))
     labels = np.asarray([0] * 12 + [2] * 8 + [3])
-    separate = [eigenvalue_variance(features[:12])[1], eigenvalue_variance(features[12:20])[1]]
-    np.testing.assert_allclose(class_eigenvalue_variance(features, labels), np.mean(separate))
+    class_variances = [eigenvalue_variance(features[:12])[1], eigenvalue_variance(features[12:20])[1]]
+    np.testing.assert_allclose(class_eigenvalue_variance(features, labels), np.mean(class_variances))

@@ -11,9 +11,9 @@ from fedjax_pcdd.analysis.toy import error_rates, optimal_pair, three_class_aggr
 
 
 def test_mean_of_the_clients_is_the_printed_matrix():
-    found = three_class_aggregation()
-    third = (np.sqrt(3) + 2) / 6
-    np.testing.assert_allclose(found.aggregated, [[1 / 3, 0], [-1 / 6, third], [-1 / 6, -third]], atol=1e-15)
+    aggregation = three_class_aggregation()
+    height = (np.sqrt(3) + 2) / 6
+    np.testing.assert_allclose(aggregation.aggregated, [[1 / 3, 0], [-1 / 6, height], [-1 / 6, -height]], atol=1e-15)
 
 
 def test_second_and_third_class_turn_by_exactly_45_degrees():
@@ -26,10 +26,10 @@ def test_printed_clients_are_the_solutions_for_the_printed_centres():
         np.testing.assert_allclose(clients[k], optimal_pair(present), atol=1e-15)
 
 
-def test_mean_places_all_discs_and_the_printed_optimum_does_not():
-    found = three_class_aggregation()
-    assert error_rates(found.aggregated).max() == 0
-    first, *others = error_rates(found.optimal)
+def test_mean_classifies_all_discs_correctly_and_the_printed_optimum_does_not():
+    aggregation = three_class_aggregation()
+    assert error_rates(aggregation.aggregated).max() == 0
+    first, *others = error_rates(aggregation.optimal)
     assert first == 0
     assert others == pytest.approx([0.02, 0.02], abs=0.004)
 

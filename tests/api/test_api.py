@@ -1,4 +1,4 @@
-"""The Python interface: data in, `simulate`, a history that plots itself."""
+"""The Python interface: data in, `simulate`, and a history that plots itself."""
 
 import inspect
 import json
@@ -32,9 +32,9 @@ mpl.use("agg")
 DRAWS_PICTURES = True
 
 
-def small(**given: Any) -> dict[str, Any]:
-    """Options of a short experiment."""
-    return {"rounds": 2, "local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0} | given
+def small(**options: Any) -> dict[str, Any]:
+    """Options of a short experiment, with the given ones added or changed."""
+    return {"rounds": 2, "local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0} | options
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,17 @@ def federation():
 
 
 @pytest.fixture(scope="module")
-def seen():
-    """Weights of the global model as a callback saw them."""
+def seen_variables():
+    """Weights of the global model as a callback saw them, an entry per round."""
     return []
 
 
 @pytest.fixture(scope="module")
-def history(federation, seen):
-    def look(history):
-        seen.append(jax.tree.map(np.array, history.variables))
+def history(federation, seen_variables):
+    def keep_variables(history):
+        seen_variables.append(jax.tree.map(np.array, history.variables))
 
-    return fp.simulate(federation, fp.FedAvg(), callback=look, **small(rounds=3, eval_every=2))
+    return fp.simulate(federation, fp.FedAvg(), callback=keep_variables, **small(rounds=3, eval_every=2))
 
 
 def test_import_loads_nothing_heavy():
@@ -62,28 +62,28 @@ def test_import_loads_nothing_heavy():
 
 
 @pytest.mark.thorough
-def test_same_options_give_the_bits_of_a_run(tmp_path):
-    options = ["--clients=4", "--beta=0.3", "--seed=5", "--rounds=2", "--local-epochs=2", "--batch-size=32"]
-    options += ["--mu=0.1", "--lanes=1", "--fine-tune-epochs=1", "--quiet"]
-    assert main(["--method=fedprox", *options, f"--run-dir={tmp_path / 'run'}"]) == 0
+def test_simulate_gives_the_same_bits_as_the_command_line(tmp_path):
+    flags = ["--clients=4", "--beta=0.3", "--seed=5", "--rounds=2", "--local-epochs=2", "--batch-size=32"]
+    flags += ["--mu=0.1", "--lanes=1", "--fine-tune-epochs=1", "--quiet"]
+    assert main(["--method=fedprox", *flags, f"--run-dir={tmp_path / 'run'}"]) == 0
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=5)
-    again = fp.simulate(federation, fp.FedProx(mu=0.1), seed=5, **small(local_epochs=2, fine_tune_epochs=1))
+    history = fp.simulate(federation, fp.FedProx(mu=0.1), seed=5, **small(local_epochs=2, fine_tune_epochs=1))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for name in ("ga", "pa", "loss", "ga_per_class"):
-        assert [row[name] for row in again.rows] == [line[name] for line in lines]
-    clients = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
-    assert [row["pa_per_client"] for row in again.rows] == [line["pa_per_client"] for line in clients]
+        assert [row[name] for row in history.rows] == [line[name] for line in lines]
+    client_lines = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    assert [row["pa_per_client"] for row in history.rows] == [line["pa_per_client"] for line in client_lines]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    measured = {name: value for name, value in again.summary.items() if name.startswith(("ga", "pa"))}
-    assert measured == {name: summary[name] for name in measured}
+    accuracies = {name: value for name, value in history.summary.items() if name.startswith(("ga", "pa"))}
+    assert accuracies == {name: summary[name] for name in accuracies}
 
 
 def test_arguments_have_the_defaults_of_the_command_line():
-    given = {name: p.default for name, p in inspect.signature(fp.simulate).parameters.items() if name in RUN}
-    given |= {name: p.default for name, p in inspect.signature(fp.partition).parameters.items() if name in RUN}
+    defaults = {name: p.default for name, p in inspect.signature(fp.simulate).parameters.items() if name in RUN}
+    defaults |= {name: p.default for name, p in inspect.signature(fp.partition).parameters.items() if name in RUN}
     for name in ("method", "dataset", "resume"):
-        del given[name]
-    assert given == {name: RUN[name].default for name in given} | {"clients": None, "local_epochs": None}
+        del defaults[name]
+    assert defaults == {name: RUN[name].default for name in defaults} | {"clients": None, "local_epochs": None}
 
 
 def test_every_method_is_a_class_of_the_package():
@@ -91,13 +91,13 @@ def test_every_method_is_a_class_of_the_package():
         assert getattr(fp, cls.__name__) is cls
 
 
-def test_static_tools_and_dir_know_every_name_and_import_nothing():
+def test_stub_is_up_to_date_and_dir_lists_names_without_importing_jax():
     assert stub.STUB.read_text(encoding="utf-8") == stub.stub(), "write it anew by python docs/hooks/stub.py"
     code = "import sys, fedjax_pcdd as fp; print('FedGELA' in dir(fp), 'simulate' in dir(fp), 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True True False\n"
 
 
-def test_unknown_name_is_no_attribute():
+def test_an_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="FedNothing"):
         _ = fp.FedNothing  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -119,26 +119,26 @@ def test_rounds_without_evaluation_are_nan(history):
 
 
 @pytest.mark.thorough
-def test_callback_sees_every_round(history, seen):
-    assert len(seen) == 3
-    for first, second in zip(jax.tree.leaves(seen[2]), jax.tree.leaves(history.variables), strict=True):
-        np.testing.assert_array_equal(first, second)
-    assert not np.array_equal(jax.tree.leaves(seen[0])[0], jax.tree.leaves(seen[1])[0])
+def test_callback_sees_every_round(history, seen_variables):
+    assert len(seen_variables) == 3
+    for seen, final in zip(jax.tree.leaves(seen_variables[2]), jax.tree.leaves(history.variables), strict=True):
+        np.testing.assert_array_equal(seen, final)
+    assert not np.array_equal(jax.tree.leaves(seen_variables[0])[0], jax.tree.leaves(seen_variables[1])[0])
 
 
 @pytest.mark.thorough
-def test_outputs_are_those_that_accuracy_counts(history, federation):
+def test_accuracy_of_the_outputs_is_the_reported_ga(history, federation):
     features, logits = history.outputs(federation.dataset.x_test)
     assert features.shape == (355, 200)
     assert np.mean(np.argmax(logits, 1) == federation.dataset.y_test) == pytest.approx(history.ga[-1])
 
 
 @pytest.mark.thorough
-def test_client_outputs_are_those_of_its_own_model(federation):
+def test_outputs_of_a_client_come_from_its_personal_model(federation):
     history = fp.simulate(federation, "solo", **small())
-    for k, own in enumerate(federation.partition.test):
-        logits = history.outputs(federation.dataset.x_test[own], client=k).logits
-        accuracy = np.mean(np.argmax(logits, 1) == federation.dataset.y_test[own])
+    for k, indices in enumerate(federation.partition.test):
+        logits = history.outputs(federation.dataset.x_test[indices], client=k).logits
+        accuracy = np.mean(np.argmax(logits, 1) == federation.dataset.y_test[indices])
         assert accuracy == pytest.approx(history.pa_per_client[-1, k])
     with pytest.raises(fp.UserError, match="client_variables"):
         _ = history.variables
@@ -153,36 +153,36 @@ def test_client_outputs_are_those_of_its_own_model(federation):
     ],
     ids=lambda x: type(x).__name__,
 )  # fmt: skip
-def test_features_and_logits_are_of_one_model(federation, method, options):
+def test_features_and_logits_come_from_the_same_model(federation, method, options):
     history = fp.simulate(federation, method, **small() | options | {"lr": 0.1})
-    features, logits = history.outputs(federation.dataset.x_test[:20], client=1)
+    features, logits = history.outputs(federation.dataset.x_test, client=1)  # more images than features
     centred = features - features.mean(0), logits - logits.mean(0)
-    head, *_ = np.linalg.lstsq(*map(np.asarray, centred), rcond=None)
-    heads = [k for p, k in jax.tree_util.tree_leaves_with_path(history.client_variables(1)) if k.shape == (200, 10)]
-    errors = [np.abs(centred[0] @ kernel - centred[1]).max() for kernel in heads]
-    mixed = method.mix == "parameters" if isinstance(method, fp.APFL) else False
-    assert mixed or min(errors) < 1e-4
-    assert np.abs(centred[0] @ head - centred[1]).max() < 1e-3
+    fitted, *_ = np.linalg.lstsq(*map(np.asarray, centred), rcond=None)
+    kernels = [x for _, x in jax.tree_util.tree_leaves_with_path(history.client_variables(1)) if x.shape == (200, 10)]
+    errors = [np.abs(centred[0] @ kernel - centred[1]).max() for kernel in kernels]
+    mixes_parameters = method.mix == "parameters" if isinstance(method, fp.APFL) else False
+    assert mixes_parameters or min(errors) < 1e-4
+    assert np.abs(centred[0] @ fitted - centred[1]).max() < 1e-3
 
 
 @struct.dataclass
 class Mapped(fp.Method):
-    """Runs its model within a transformation."""
+    """Runs its model inside a JAX transformation, `jax.vmap`."""
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        return jax.vmap(lambda one: super(Mapped, self).logits(model, variables, one[None], server)[0])(images)
+        return jax.vmap(lambda image: super(Mapped, self).logits(model, variables, image[None], server)[0])(images)
 
 
 @pytest.mark.thorough
-def test_a_model_that_runs_within_a_transformation_has_its_plain_features(federation):
+def test_a_model_run_inside_vmap_has_the_same_features_and_logits(federation):
     images = federation.dataset.x_test[:5]
     mapped, plain = (fp.simulate(federation, method, **small()) for method in (Mapped(), fp.FedAvg()))
-    for one, other in zip(mapped.outputs(images), plain.outputs(images), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    for mapped_output, plain_output in zip(mapped.outputs(images), plain.outputs(images), strict=True):
+        np.testing.assert_allclose(mapped_output, plain_output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
-def test_clients_of_different_architectures_are_found():
+def test_variables_and_outputs_follow_each_clients_architecture():
     groups = toy.groups("fedmd", necks=(0, 1, 0, 1, 0))
     history = fp.History("toy", groups.method, groups.federation, RunConfig(), [], groups.start(), {}, groups)
     assert ["neck" in history.client_variables(k)["params"] for k in range(5)] == [False, True, False, True, False]
@@ -193,14 +193,14 @@ def test_clients_of_different_architectures_are_found():
 
 @struct.dataclass
 class Counting(fp.Method):
-    """Says of a client how many samples of each class it has."""
+    """Gives as logits how many samples of each class the client has."""
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         return jnp.broadcast_to(facts.class_counts, (len(images), toy.CLASSES))
 
 
-class Second(TrainedModels):
-    """The second of two experiments."""
+class SecondExperiment(TrainedModels):
+    """Models of the second of two experiments."""
 
     label, method, index = "second", Counting(), 1
 
@@ -210,46 +210,52 @@ class Second(TrainedModels):
 
 
 @pytest.mark.thorough
-def test_what_is_known_of_a_client_is_that_of_its_own_experiment():
+def test_client_facts_are_those_of_the_models_own_experiment():
     base = toy.simulation()
-    whole = base.experiments[0].federation
-    other = Federation(whole.dataset, Partition(*([lists[k] for k in (3, 0, 4, 2, 1)] for lists in whole.partition)))
-    experiments = [base.experiments[0]._replace(federation=one, method=Counting()) for one in (whole, other)]
-    models = Second(Simulation(base.program.model, experiments, pipeline=toy.PLAIN, cohort=3))
+    original = base.experiments[0].federation
+    permuted = Federation(
+        original.dataset, Partition(*([lists[k] for k in (3, 0, 4, 2, 1)] for lists in original.partition))
+    )
+    experiments = [
+        base.experiments[0]._replace(federation=federation, method=Counting()) for federation in (original, permuted)
+    ]
+    models = SecondExperiment(Simulation(base.program.model, experiments, pipeline=toy.PLAIN, cohort=3))
     for k in np.arange(5):
-        logits = models.outputs(whole.dataset.x_test[:2], client=k).logits
-        np.testing.assert_array_equal(logits, [other.class_counts[k]] * 2)
+        logits = models.outputs(original.dataset.x_test[:2], client=k).logits
+        np.testing.assert_array_equal(logits, [permuted.class_counts[k]] * 2)
 
 
-def test_variables_of_a_client_have_the_statistics_that_it_keeps():
-    simulated = toy.simulation("fedgela", normalise="batch", local_statistics=True)
-    own = jax.tree.map(lambda x: x + jnp.arange(5.0).reshape(-1, *[1] * (x.ndim - 1)), simulated.start().statistics)
-    state = simulated.start()._replace(statistics=own)
-    one = simulated.experiments[0]
-    history = fp.History("toy", one.method, one.federation, RunConfig(), [], state, {}, simulated)
+def test_client_variables_hold_the_clients_own_batch_statistics():
+    simulation = toy.simulation("fedgela", normalise="batch", local_statistics=True)
+    statistics = jax.tree.map(
+        lambda x: x + jnp.arange(5.0).reshape(-1, *[1] * (x.ndim - 1)), simulation.start().statistics
+    )
+    state = simulation.start()._replace(statistics=statistics)
+    experiment = simulation.experiments[0]
+    history = fp.History("toy", experiment.method, experiment.federation, RunConfig(), [], state, {}, simulation)
     for k in (0, 3):
-        kept = jax.tree.map(lambda x, k=k: x[k], own["batch_stats"])
-        jax.tree.map(np.testing.assert_array_equal, history.client_variables(k)["batch_stats"], kept)
+        expected = jax.tree.map(lambda x, k=k: x[k], statistics["batch_stats"])
+        jax.tree.map(np.testing.assert_array_equal, history.client_variables(k)["batch_stats"], expected)
 
 
 @struct.dataclass
 class Twice(fp.Method):
-    """Adds what its model says of the negative."""
+    """Sums the logits of each image and of its negative."""
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         return sum(forward(model, variables, x, train=False)[0].logits for x in (images, 1 - images))
 
 
-def test_of_several_answers_the_features_are_the_first_ones():
-    simulated = toy.simulation()
-    images = simulated.federations[0].dataset.x_test[:3]
-    given = (simulated.federations[0], RunConfig(), [], simulated.start(), {}, simulated)
-    twice, plain = (fp.History("toy", method, *given).outputs(images) for method in (Twice(), fp.FedAvg()))
+def test_features_are_those_of_the_first_of_several_forward_passes():
+    simulation = toy.simulation()
+    images = simulation.federations[0].dataset.x_test[:3]
+    arguments = (simulation.federations[0], RunConfig(), [], simulation.start(), {}, simulation)
+    twice, plain = (fp.History("toy", method, *arguments).outputs(images) for method in (Twice(), fp.FedAvg()))
     np.testing.assert_array_equal(twice.features, plain.features)
     assert np.any(twice.logits != plain.logits)
 
 
-def test_numbers_of_a_table_may_be_any():
+def test_values_of_a_table_may_lie_in_any_range():
     data, lists = fp.from_arrays([[5.5], [-7.0]], [0, 1], [[0.5]], [1]), [np.array([0])]
 
     class Table(TrainedModels):
@@ -261,20 +267,20 @@ def test_numbers_of_a_table_may_be_any():
 @pytest.mark.slow
 def test_participants_may_differ_in_architecture(federation):
     history = fp.simulate(federation, fp.FedMD(), models="mlp,mcmahan_cnn", public_samples=64, **small(rounds=1))
-    few, many = (jax.tree.leaves(history.client_variables(k)) for k in (0, 1))
-    assert len(few) < len(many)
+    mlp_leaves, cnn_leaves = (jax.tree.leaves(history.client_variables(k)) for k in (0, 1))
+    assert len(mlp_leaves) < len(cnn_leaves)
     assert history.ga.shape == (1,)
 
 
 @pytest.mark.thorough
-def test_nothing_is_written(federation, tmp_path, monkeypatch):
+def test_simulate_writes_no_files_without_a_run_folder(federation, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fp.simulate(federation, **small(rounds=1))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.thorough
-def test_model_and_pipeline_of_ones_own_are_used(federation):
+def test_a_given_model_and_pipeline_are_used(federation):
     model = fp.build_model("mlp", federation).clone(neck=1, neck_width=3)
     dark = fp.Pipeline(mean=(0.0,), std=(1e9,))
     history = fp.simulate(federation, model=model, pipeline=dark, **small(rounds=1))
@@ -294,7 +300,7 @@ class Anchored(fp.Method):
 
 
 @pytest.mark.thorough
-def test_method_of_ones_own_may_have_arrays(federation):
+def test_a_users_method_may_have_array_hyperparameters(federation):
     anchor = np.arange(10.0)
     history = fp.simulate(federation, Anchored(anchor), **small(local_epochs=5, rounds=3))
     assert history.label == "Anchored"
@@ -303,14 +309,14 @@ def test_method_of_ones_own_may_have_arrays(federation):
 
 
 @pytest.mark.thorough
-def test_advice_of_a_method_is_a_warning():
+def test_advice_of_a_method_is_given_as_a_warning():
     digits = fp.load_dataset("digits")
-    alone = fp.partition(digits, "pcdd", clients=10, classes_per_client=1)
+    federation = fp.partition(digits, "pcdd", clients=10, classes_per_client=1)
     with pytest.warns(UserWarning, match="use denominator=all"):
-        fp.simulate(alone, fp.FedGELA(denominator="present"), **small(rounds=1))
+        fp.simulate(federation, fp.FedGELA(denominator="present"), **small(rounds=1))
 
 
-BAD = {
+MISTAKES = {
     "lr of -1": ({"lr": -1}, "lr must be above 0"),
     "unknown argument": ({"momentm": 1}, "did you mean 'momentum'"),
     "option of run folders": ({"keep": 3}, "no argument 'keep'"),
@@ -335,27 +341,28 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_users_mistake_is_said_in_python(federation, case):
-    arguments, words = BAD[case]
-    with pytest.raises(fp.UserError, match=words) as caught:
+@pytest.mark.parametrize("case", MISTAKES)
+def test_errors_name_python_arguments_not_command_line_flags(federation, case):
+    arguments, message = MISTAKES[case]
+    with pytest.raises(fp.UserError, match=message) as caught:
         fp.simulate(federation, **small(**arguments))
     assert "--" not in str(caught.value)
 
 
-def test_dataset_is_no_federation():
+def test_simulate_refuses_a_data_set_without_a_partition():
     with pytest.raises(fp.UserError, match="partition"):
         fp.simulate(fp.load_dataset("digits"))  # pyright: ignore[reportArgumentType]
 
 
-def test_impossible_partition_is_said_in_python():
+def test_an_impossible_partition_is_refused_with_advice():
     with pytest.raises(fp.UserError, match="use fewer clients or a smaller min_samples"):
         fp.partition(fp.load_dataset("digits"), clients=400)
 
 
-def test_partition_is_that_of_the_command_line(federation):
+def test_class_counts_match_the_partition_and_a_misspelt_kind_is_refused(federation):
     assert federation.class_counts.tolist() == [
-        [int(np.sum(federation.dataset.y_train[own] == c)) for c in range(10)] for own in federation.partition.train
+        [int(np.sum(federation.dataset.y_train[indices] == c)) for c in range(10)]
+        for indices in federation.partition.train
     ]
     with pytest.raises(fp.UserError, match="did you mean 'dirichlet'"):
         fp.partition(federation.dataset, "dirichle")
@@ -368,22 +375,22 @@ def test_natural_partition_keeps_the_largest_groups():
     assert fp.partition(data, "natural", clients=2).sizes.tolist() == [3, 2]
 
 
-def test_a_data_set_that_was_loaded_is_found_again_by_its_options(tmp_path):
+def test_a_loaded_data_set_knows_the_options_that_load_it_again(tmp_path):
     x, y = np.zeros((4, 5, 5), np.uint8), np.array([0, 1, 0, 1])
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     assert options_that_load(fp.load_dataset("mine", tmp_path)) == {"dataset": "mine", "data_dir": tmp_path}
     assert options_that_load(fp.from_arrays(x, y, x, y)) is None
 
 
-def test_classes_of_arrays_are_those_of_both_splits():
+def test_classes_are_counted_over_training_and_test_labels():
     for train, test in (([0, 4], [1]), ([0, 1], [4])):
         assert fp.from_arrays([[0.0], [1.0]], train, [[0.5]], test).num_classes == 5
 
 
-def test_a_model_has_the_norms_that_are_asked_for():
+def test_build_model_uses_the_requested_norm():
     data = fp.from_arrays(np.zeros((1, 8, 8, 3), np.uint8), [0], np.zeros((1, 8, 8, 3), np.uint8), [0])
-    built = {norm: fp.build_model("resnet18", data, norm=norm) for norm in ("batch", "group")}
-    assert {norm: fp.models.uses_batch_norm(one, (8, 8, 3)) for norm, one in built.items()} == {
+    models = {norm: fp.build_model("resnet18", data, norm=norm) for norm in ("batch", "group")}
+    assert {norm: fp.models.uses_batch_norm(model, (8, 8, 3)) for norm, model in models.items()} == {
         "batch": True, "group": False,
     }  # fmt: skip
 
@@ -394,13 +401,13 @@ def test_float_images_are_kept_as_float32():
     assert data.x_train.min() == np.float32(-1.3)
 
 
-def test_integers_of_images_are_levels_and_those_of_tables_numbers():
+def test_integers_become_uint8_in_images_and_float32_in_tables():
     image, table = np.full((1, 4, 4), 200), np.full((1, 4), 200)
     assert fp.from_arrays(image, [0], image, [0]).x_train.dtype == np.uint8
     assert fp.from_arrays(table, [0], table, [0]).x_train.dtype == np.float32
 
 
-def test_channels_first_images_are_recognised_and_named():
+def test_channels_first_images_are_reordered_with_a_warning():
     x = np.arange(2 * 3 * 8 * 8, dtype=np.uint8).reshape(2, 3, 8, 8)
     with pytest.warns(UserWarning, match=r"x_train \[2, 3, 8, 8\] has its channels first: they are put last"):
         data = fp.from_arrays(x, [0, 1], np.moveaxis(x, 1, 3), [0, 1])
@@ -408,24 +415,24 @@ def test_channels_first_images_are_recognised_and_named():
 
 
 @pytest.mark.parametrize(
-    ("samples", "sentence"),
+    ("samples", "message"),
     [
         (np.array([["a"] * 4]), "must be numbers"),
         (np.full((1, 4), np.nan), "not finite"),
         (np.zeros(1), "must be numbers"),
     ],
 )
-def test_arrays_that_are_no_samples_are_refused(samples, sentence):
-    with pytest.raises(fp.UserError, match=f"x_train .*{sentence}"):
+def test_arrays_that_cannot_be_samples_are_refused(samples, message):
+    with pytest.raises(fp.UserError, match=f"x_train .*{message}"):
         fp.from_arrays(samples, [0], np.zeros((1, 4)), [0])
 
 
 @pytest.mark.thorough
-def test_float_tables_train_as_they_are():
+def test_float_tables_are_trained_on_without_scaling():
     rng = np.random.default_rng(0)
     y = np.arange(200) % 2
-    x = rng.normal(100 * (2 * y[:, None] - 1), 1, (200, 3))  # far outside of [0, 1]
-    data = fp.from_arrays(x / 100, y, x / 100, y)
+    x = rng.normal(4 * y[:, None] - 6, 0.01, (200, 3))  # about -6 or -2, which would be equal if clipped to [0, 1]
+    data = fp.from_arrays(x, y, x, y)
     history = fp.simulate(fp.partition(data, "iid", clients=2), fp.FedAvg(), rounds=3, local_epochs=1, batch_size=10)
     assert history.ga[-1] == 1
 
@@ -442,13 +449,13 @@ def test_plot_draws_the_evaluated_rounds_in_percent(history):
         history.plot(accuracy, what="gaa")
 
 
-def test_federation_draws_its_counts(federation):
+def test_plot_of_a_federation_shows_its_class_counts(federation):
     axes = federation.plot()
     np.testing.assert_array_equal(axes.images[0].get_array().filled(0), federation.class_counts.T)
 
 
 @pytest.mark.thorough
-def test_tables_have_a_row_a_round_and_a_row_a_history(history):
+def test_tables_have_one_row_per_round_or_per_history(history):
     rows = history.to_table()
     assert [row["round"] for row in rows] == [1, 2, 3]
     assert [row["ga"] for row in rows] == [None, *history.ga[1:]]
@@ -458,22 +465,22 @@ def test_tables_have_a_row_a_round_and_a_row_a_history(history):
 
 
 @pytest.mark.thorough
-def test_unfinished_history_has_no_row(federation):
-    caught = []
+def test_a_table_refuses_an_unfinished_history(federation):
+    lengths = []
 
-    def look(history):
+    def tabulate(history):
         with pytest.raises(fp.UserError, match="not finished"):
             fp.table([history])
-        caught.append(len(history))
+        lengths.append(len(history))
 
-    fp.simulate(federation, callback=look, **small(rounds=1))
-    assert caught == [1]
+    fp.simulate(federation, callback=tabulate, **small(rounds=1))
+    assert lengths == [1]
 
 
 @pytest.mark.thorough
-def test_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
-    text = (Path(__file__).parents[2] / "docs" / "python_api.md").read_text(encoding="utf-8")
-    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+def test_examples_in_the_python_api_docs_run(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "python_api.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec("\n".join(code), {})
     assert (tmp_path / "curves.png").stat().st_size > 1000

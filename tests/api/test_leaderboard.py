@@ -1,4 +1,4 @@
-"""The leaderboard: as many trials for each method, chosen on validation samples, nothing run twice, ranks by hand."""
+"""The leaderboard: equally many trials per method, chosen on validation samples; nothing runs twice; its ranks."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.options import configure
 
-OWN = """
+METHOD_CODE = """
 import fedjax_pcdd as fp
 from flax import struct
 
@@ -42,15 +42,15 @@ RESULT = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaderboard")
-    (folder / "mine.py").write_text(OWN)
+    (folder / "mine.py").write_text(METHOD_CODE)
     (folder / "plan.yaml").write_text(PLAN)
     assert main(command(folder, f"--method=fedprox,{folder}/mine.py:Keep")) == 0
     return folder
 
 
-def command(folder, *more):
-    words = [f"--plan={folder}/plan.yaml", f"--results={folder}/results", f"--runs-dir={folder}/runs", *more]
-    return ["leaderboard", *words]
+def command(folder, *flags):
+    options = [f"--plan={folder}/plan.yaml", f"--results={folder}/results", f"--runs-dir={folder}/runs", *flags]
+    return ["leaderboard", *options]
 
 
 def result(folder, name):
@@ -58,49 +58,49 @@ def result(folder, name):
 
 
 @pytest.mark.thorough
-def test_a_method_of_ones_own_runs_its_trials_and_the_seeds_of_the_best(folder):
-    own = result(folder, "Keep")
-    scores = [one["score"] for one in own["trials"]]
-    assert own["chosen"] == [{"lr": 0.0001}, {"lr": 0.1}][int(np.argmax(scores))] == {"lr": 0.1}
-    assert [one["seed"] for one in own["seeds"]] == [0, 1]
+def test_a_users_method_runs_all_trials_and_the_best_trial_on_all_seeds(folder):
+    outcome = result(folder, "Keep")
+    scores = [trial["score"] for trial in outcome["trials"]]
+    assert outcome["chosen"] == [{"lr": 0.0001}, {"lr": 0.1}][int(np.argmax(scores))] == {"lr": 0.1}
+    assert [seed["seed"] for seed in outcome["seeds"]] == [0, 1]
     runs = folder / "runs" / "mlp" / "dir" / "Keep"
     assert sorted(path.name for path in runs.glob("trial*")) == ["trial0-s0", "trial1-s0", "trial1-s1"]
     summary = json.loads((runs / "trial1-s1" / "summary.json").read_text())
-    assert own["seeds"][1]["ga_mean_last10"] == summary["ga_mean_last10"]
+    assert outcome["seeds"][1]["ga_mean_last10"] == summary["ga_mean_last10"]
     assert summary["selected_on"] == "validation"
 
 
 @pytest.mark.thorough
-def test_a_trial_that_diverges_is_a_result_and_not_a_gap(folder):
-    other = result(folder, "fedprox")
-    assert other["chosen"] == {"lr": 0.1, "mu": 0}
-    assert "not finite" in other["trials"][1]["failed"]
-    assert str(folder) not in other["trials"][1]["failed"]  # what is committed names no folder of a machine
-    assert other["floats"] == result(folder, "Keep")["floats"] > 0
+def test_a_trial_that_diverges_is_recorded_as_failed(folder):
+    outcome = result(folder, "fedprox")
+    assert outcome["chosen"] == {"lr": 0.1, "mu": 0}
+    assert "not finite" in outcome["trials"][1]["failed"]
+    assert str(folder) not in outcome["trials"][1]["failed"]  # results are committed: they name no folder of a machine
+    assert outcome["floats"] == result(folder, "Keep")["floats"] > 0
 
 
 @pytest.mark.thorough
-def test_what_has_a_result_is_not_run_again(folder, capsys):
+def test_a_cell_that_has_a_result_is_not_run_again(folder, capsys):
     before = (folder / "results" / "mlp" / "dir" / "fedprox.json").stat().st_mtime_ns
     assert main(command(folder, "--method=fedprox")) == 0
     assert (folder / "results" / "mlp" / "dir" / "fedprox.json").stat().st_mtime_ns == before
     printed = capsys.readouterr().out
-    assert "Keep" in printed  # beside those that have results
+    assert "Keep" in printed  # results of other methods are listed too
     assert "1 of 1 cells have a result." in printed
     assert all(heading in printed for heading in ("GA best", "GA, last 10", "chosen"))  # not squeezed at 80 columns
     assert "failed" in printed
 
 
 @pytest.mark.thorough
-def test_a_result_of_a_method_that_was_edited_since_is_refused(folder, capsys):
-    words = command(folder, f"--method={folder}/mine.py:Keep", "--status")
-    assert main(words) == 0
-    (folder / "mine.py").write_text(f"{OWN}\n# edited\n")
+def test_a_result_of_a_method_edited_since_is_refused(folder, capsys):
+    argv = command(folder, f"--method={folder}/mine.py:Keep", "--status")
+    assert main(argv) == 0
+    (folder / "mine.py").write_text(f"{METHOD_CODE}\n# edited\n")
     try:
-        assert main(words) == 2
+        assert main(argv) == 2
         assert "was made with another content of" in capsys.readouterr().err
     finally:
-        (folder / "mine.py").write_text(OWN)
+        (folder / "mine.py").write_text(METHOD_CODE)
 
 
 @pytest.mark.thorough
@@ -125,22 +125,22 @@ def test_the_page_has_tables_and_ranks(folder):
 )
 def test_results_of_another_plan_are_refused(folder, tmp_path, capsys, old, new):
     (tmp_path / "plan.yaml").write_text(PLAN.replace(old, new))
-    words = [f"--plan={tmp_path}/plan.yaml", f"--results={folder}/results", f"--runs-dir={tmp_path}/runs"]
-    for more in (["--method=fedavg", "--status"], [f"--method={folder}/mine.py:Keep"]):
-        assert main(["leaderboard", *words, *more]) == 2
+    options = [f"--plan={tmp_path}/plan.yaml", f"--results={folder}/results", f"--runs-dir={tmp_path}/runs"]
+    for flags in (["--method=fedavg", "--status"], [f"--method={folder}/mine.py:Keep"]):
+        assert main(["leaderboard", *options, *flags]) == 2
         assert "Keep.json was made with another plan: choose another --results" in capsys.readouterr().err
 
 
-def test_the_committed_results_are_of_the_packaged_plan():
-    plan, place = leaderboard.read_plan(), Path(__file__).parents[2] / "results" / "leaderboard"
-    known = [one for one in leaderboard.read_results(place) if one["split"] in plan.splits]
-    for one in known:
-        leaderboard.check_plan(plan, one, place)
-    assert known
+def test_committed_results_fit_the_packaged_plan():
+    plan, folder = leaderboard.read_plan(), Path(__file__).parents[2] / "results" / "leaderboard"
+    results = [result for result in leaderboard.read_results(folder) if result["split"] in plan.splits]
+    for result in results:
+        leaderboard.check_plan(plan, result, folder)
+    assert results
 
 
 @pytest.mark.parametrize("method", ["fedmd", "rcfl", "fedmatch", "feddf"])
-def test_committed_floats_are_those_of_the_public_images_that_were_used(method):
+def test_committed_floats_count_the_public_images_that_were_used(method):
     root = Path(__file__).parents[2]
     plan = leaderboard.read_plan(root / "experiments" / "equal_data" / "digits.yaml")
     cell = leaderboard.Cell("mlp", "digits", method)
@@ -149,13 +149,13 @@ def test_committed_floats_are_those_of_the_public_images_that_were_used(method):
     assert leaderboard.sent(plan, cell, committed["chosen"], {}) == committed["floats"] == 2 * one_way
 
 
-def test_a_split_with_a_slash_in_its_name_has_its_results_beside_the_others(tmp_path):
+def test_results_of_a_split_with_a_slash_in_its_name_are_read(tmp_path):
     cell = leaderboard.Cell("mine/net.py:Net", "a/b", "fedavg")
     leaderboard.write_result(RESULT, cell.path(tmp_path))
     assert len(leaderboard.read_results(tmp_path)) == 1
 
 
-def test_ranks_of_cells_without_results_are_left_out(tmp_path):
+def test_a_ranking_over_no_splits_is_left_out(tmp_path):
     assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3))) == []
 
 
@@ -167,35 +167,35 @@ def test_mistakes_are_said_before_anything_runs(folder, capsys):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_packaged_plan_tries_as_much_of_every_method(method):
+def test_the_packaged_plan_has_four_trials_for_every_method(method):
     plan = leaderboard.read_plan()
     trials = plan.trials_of(method, "simple_cnn")
     assert len(trials) == 4
     for trial in trials:
-        config, made = configure(
+        config, built_method = configure(
             leaderboard.options(plan, leaderboard.Cell("simple_cnn", "cifar10-P10C3", method), trial, 1, {})
         )
         assert config.select_on == "validation"
-        own = {**vars(config), **vars(made)}
-        assert all(own[name] == value for name, value in trial.items())
+        values = {**vars(config), **vars(built_method)}
+        assert all(values[name] == value for name, value in trial.items())
 
 
-def test_ranks_by_hand():
+def test_ranks_are_those_computed_by_hand():
     scores = np.array([[[0.9, 0.9], [0.8, 0.8]], [[0.7, 0.7], [0.9, 0.9]], [[0.1, -np.inf], [0.1, 0.1]]])
-    found = ranks(scores)
-    np.testing.assert_array_equal(found.mean, [1.5, 1.5, 3.0])
-    np.testing.assert_array_equal(found.low, [1.0, 1.0, 3.0])
-    np.testing.assert_array_equal(found.high, [2.0, 2.0, 3.0])
-    assert found.critical == pytest.approx(2.343 * np.sqrt(3 * 4 / (6 * 2)), abs=2e-3)  # q of three methods
+    ranking = ranks(scores)
+    np.testing.assert_array_equal(ranking.mean, [1.5, 1.5, 3.0])
+    np.testing.assert_array_equal(ranking.low, [1.0, 1.0, 3.0])
+    np.testing.assert_array_equal(ranking.high, [2.0, 2.0, 3.0])
+    assert ranking.critical == pytest.approx(2.343 * np.sqrt(3 * 4 / (6 * 2)), abs=2e-3)  # q of three methods
 
 
-def test_ranks_of_one_split_have_the_interval_of_drawn_seeds():
-    found = ranks(np.array([[[0.1, 0.4]], [[0.2, 0.3]]]))
-    assert [found.mean.tolist(), found.low.tolist(), found.high.tolist()] == [[1.5, 1.5], [1.0, 1.0], [2.0, 2.0]]
+def test_with_one_split_rank_intervals_come_from_resampled_seeds():
+    ranking = ranks(np.array([[[0.1, 0.4]], [[0.2, 0.3]]]))
+    assert [ranking.mean.tolist(), ranking.low.tolist(), ranking.high.tolist()] == [[1.5, 1.5], [1.0, 1.0], [2.0, 2.0]]
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
         ("select_on: validation", "select_on: test", "chooses nothing on 'dir'"),
         ("public: {}", "scores: {ditto: [pa_best]}", "what chooses a trial of each method, and of default"),
@@ -212,83 +212,84 @@ def test_ranks_of_one_split_have_the_interval_of_drawn_seeds():
         ("dir: {dataset: digits, partition: dirichlet, beta: 1}", "dir: 3", "'dir' of 'splits'"),
     ],
 )
-def test_a_plan_that_is_not_understood_is_refused(tmp_path, old, new, words):
+def test_an_invalid_plan_is_refused(tmp_path, old, new, message):
     (tmp_path / "plan.yaml").write_text(PLAN.replace(old, new))
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         leaderboard.read_plan(tmp_path / "plan.yaml")
 
 
-def test_results_that_are_damaged_or_of_another_class_are_named(tmp_path):
+def test_results_that_are_damaged_or_of_another_class_are_refused(tmp_path):
     cell = leaderboard.Cell("mlp", "dir", "two.py:Mine")
-    known = RESULT | {"method": "one.py:Mine"}
-    leaderboard.write_result(known, cell.path(tmp_path))
+    other_class = RESULT | {"method": "one.py:Mine"}
+    leaderboard.write_result(other_class, cell.path(tmp_path))
     with pytest.raises(UserError, match=r"is of method=one.py:Mine: rename one of the classes"):
         leaderboard.has_result(leaderboard.read_plan(), cell, tmp_path)
-    damaged = [json.dumps(known | {"seeds": seeds}) for seeds in ("x", ["x"], [{"ga_best": "x"}])]
-    for text, words in (
+    damaged = [json.dumps(other_class | {"seeds": seeds}) for seeds in ("x", ["x"], [{"ga_best": "x"}])]
+    for text, message in (
         ("{", "is damaged"),
-        *((one, "is not a result of the leaderboard") for one in ("{}", *damaged)),
+        *((invalid, "is not a result of the leaderboard") for invalid in ("{}", *damaged)),
     ):
         cell.path(tmp_path).write_text(text)
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             leaderboard.read_results(tmp_path)
 
 
-def test_a_folder_of_results_that_cannot_be_written_is_a_sentence(tmp_path):
+def test_a_results_folder_that_cannot_be_written_is_a_user_error(tmp_path):
     (tmp_path / "file").touch()
     cell = leaderboard.Cell("mlp", "dir", "fedavg")
     with pytest.raises(UserError, match=r"cannot write to .*: choose another results\."):
         leaderboard.write_result(RESULT, cell.path(tmp_path / "file"))
 
 
-def test_methods_stand_in_the_order_of_their_ranks(tmp_path):
+def test_methods_are_listed_in_the_order_of_their_ranks(tmp_path):
     scores = np.array([[[0.1], [0.2]], [[0.5], [0.6]], [[0.3], [0.4]]])
     text, _ = _ranking(tmp_path / "page.md", "mlp", ["a", "b", "c"], ["x", "y"], scores)
     assert [line[2] for line in text.splitlines() if line[:2] == "| " and line[3] == " "] == ["b", "c", "a"]
 
 
-def test_a_trial_that_is_equal_in_the_first_score_is_chosen_by_the_second():
-    tried = [{"ga": 0.5, "pa": 0.1}, {"ga": 0.5, "pa": 0.3}, {"ga": 0.4, "pa": 0.9}, UserError("it diverged")]
-    assert leaderboard._best(tried, ["ga"]) == 0
-    assert leaderboard._best(tried, ["ga", "pa"]) == 1
-    assert leaderboard._best(tried[3:], ["ga", "pa"]) == 0
+def test_the_second_score_decides_between_trials_equal_in_the_first():
+    outcomes = [{"ga": 0.5, "pa": 0.1}, {"ga": 0.5, "pa": 0.3}, {"ga": 0.4, "pa": 0.9}, UserError("it diverged")]
+    assert leaderboard._best(outcomes, ["ga"]) == 0
+    assert leaderboard._best(outcomes, ["ga", "pa"]) == 1
+    assert leaderboard._best(outcomes[3:], ["ga", "pa"]) == 0
     with pytest.raises(UserError, match="a run has no 'PA' in its summary: name another entry"):
-        leaderboard._best(tried, ["ga", "PA"])
+        leaderboard._best(outcomes, ["ga", "PA"])
 
 
-def test_what_chooses_among_equal_global_models_is_the_personal_one():
+def test_methods_with_fedavgs_global_model_choose_trials_by_ga_then_pa():
     plan = leaderboard.read_plan()
     assert plan.scores_of("ditto") == plan.scores_of("apfl") == ["ga_validation_best", "pa_validation_best"]
     assert plan.scores_of("fedavg") == ["ga_validation_best"]
 
 
-def test_a_difference_of_ranks_is_told_by_draws_that_methods_share():
+def test_shared_draws_distinguish_methods_whose_intervals_overlap():
     rng = np.random.default_rng(0)
-    luck = rng.normal(size=(1, 6, 3))
-    scores = np.concatenate([luck + 0.1, luck, rng.normal(size=(4, 6, 3))])  # the first is always just above the second
-    found = ranks(scores, baseline=1)
-    assert found.over[0, 1] < 0
-    assert found.high[0] > found.low[1]
-    np.testing.assert_array_equal(found.over[1], [0, 0])
+    noise = rng.normal(size=(1, 6, 3))
+    # The first is always just above the second.
+    scores = np.concatenate([noise + 0.1, noise, rng.normal(size=(4, 6, 3))])
+    ranking = ranks(scores, baseline=1)
+    assert ranking.over[0, 1] < 0
+    assert ranking.high[0] > ranking.low[1]
+    np.testing.assert_array_equal(ranking.over[1], [0, 0])
     assert ranks(scores).over is None
 
 
-def test_one_split_tells_no_methods_apart_or_together():
+def test_one_split_gives_no_groups_of_indistinguishable_methods():
     assert cliques(np.array([1.0, 2.0, 3.0]), float("nan")) == []
 
 
 @pytest.mark.thorough
-def test_a_page_in_a_new_folder_and_workers_in_a_fresh_one(tmp_path, folder, capsys):
+def test_the_page_and_the_workers_create_their_folders(tmp_path, folder, capsys):
     assert main(command(folder, f"--page={tmp_path}/new/page.md", "--method=fedprox")) == 0
     assert (tmp_path / "new/page.md").is_file()
-    words = [f"--plan={folder}/plan.yaml", f"--results={folder}/results", f"--runs-dir={tmp_path}/fresh"]
-    assert main(["leaderboard", *words, "--method=fedprox", "--workers=2"]) == 0
+    options = [f"--plan={folder}/plan.yaml", f"--results={folder}/results", f"--runs-dir={tmp_path}/fresh"]
+    assert main(["leaderboard", *options, "--method=fedprox", "--workers=2"]) == 0
     assert (tmp_path / "fresh" / "worker-0.log").is_file()
 
 
-def test_a_plan_of_other_splits_takes_the_packaged_trials(tmp_path):
-    own = "run: {validation: 0.1, select_on: validation}\nsplits: {mine: {dataset: digits}}\nnetworks: [mlp]\n"
-    (tmp_path / "plan.yaml").write_text(own)
+def test_a_plan_with_its_own_splits_takes_the_packaged_trials(tmp_path):
+    plan_text = "run: {validation: 0.1, select_on: validation}\nsplits: {mine: {dataset: digits}}\nnetworks: [mlp]\n"
+    (tmp_path / "plan.yaml").write_text(plan_text)
     plan, packaged = leaderboard.read_plan(tmp_path / "plan.yaml"), leaderboard.read_plan()
     assert (plan.trials, plan.seeds, plan.networks) == (packaged.trials, 3, ["mlp"])
     cell = leaderboard.Cell("mlp", "mine", "fml")

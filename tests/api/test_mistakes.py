@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong in Python: each mistake is one sentence that names what is wrong, before anything runs."""
+"""Mistakes of newcomers in Python: each gives one sentence that names what is wrong, before anything runs."""
 
 from dataclasses import dataclass
 
@@ -20,12 +20,12 @@ def partition(*lists):
 
 
 def simulate(**options):
-    small = {"model": "mlp", "rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
-    return fp.simulate(FEDERATION, **{**small, **options})
+    defaults = {"model": "mlp", "rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
+    return fp.simulate(FEDERATION, **{**defaults, **options})
 
 
 class Rows(list):
-    """Rows of a data set of Hugging Face's library."""
+    """Rows of a Hugging Face data set."""
 
     features = ("image", "label")
 
@@ -33,36 +33,36 @@ class Rows(list):
 @struct.dataclass
 class Builds(fp.Method):
     def build(self, model):
-        """Gives none."""
+        """Returns None."""
 
 
 @struct.dataclass
 class Loses(fp.Method):
     def loss(self, variables, batch, context):
-        """Gives none."""
+        """Returns None."""
 
 
 @struct.dataclass
 class Generic(fp.Method):
     def generic_variables(self, server):
-        """Gives none."""
+        """Returns None."""
 
 
 @struct.dataclass
 class Personal(fp.Method):
     def personal_variables(self, server, client):
-        """Gives none."""
+        """Returns None."""
 
 
 @dataclass(frozen=True)
 class Plain(fp.Method):
-    """A dataclass that JAX does not know."""
+    """A standard dataclass, which JAX does not know."""
 
 
 @struct.dataclass
 class Tunes(fp.Method):
     def fine_tuner(self, setting, epochs):
-        """Gives none."""
+        """Returns None."""
 
 
 @struct.dataclass
@@ -70,14 +70,14 @@ class Rules(fp.ServerOptimised):
     server_lr: float = 1.0
 
     def server_rule(self):
-        """Gives no transformation."""
+        """Returns a number in place of a transformation."""
         return 3
 
 
 @struct.dataclass
 class Evaluates(fp.Method):
     def local_update(self, evaluate, step_on, variables, batch, context):
-        """Gives a gradient in place of a step."""
+        """Returns a gradient in place of a step."""
         return evaluate(variables)
 
 
@@ -218,10 +218,10 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence(mistake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    act, words = MISTAKES[mistake]
+    call, message = MISTAKES[mistake]
     with pytest.raises(fp.UserError) as caught:
-        act()
-    assert words in str(caught.value)
+        call()
+    assert message in str(caught.value)
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
@@ -233,7 +233,7 @@ def history():
 
 
 @pytest.mark.parametrize(
-    ("images", "client", "words"),
+    ("images", "client", "message"),
     [
         (X[:3, :4], None, "images takes at least one image as those of the data set, [n, 6, 6, 1], not uint8 [3, 4,"),
         (X[:0], None, "images takes at least one image"),
@@ -246,32 +246,32 @@ def history():
         (X[:3], "a", "there is no client a: choose one in [0, 3)."),
     ],
 )
-def test_outputs_are_those_of_images_and_clients_that_there_are(history, images, client, words):
+def test_outputs_refuses_invalid_images_and_unknown_clients(history, images, client, message):
     with pytest.raises(fp.UserError) as caught:
         history.outputs(images, client)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("value", ["x", None, np.zeros(3)])
-def test_a_metric_gives_one_number(value):
+def test_a_metric_must_return_one_number(value):
     with pytest.raises(fp.UserError, match="metrics 'a' must give one number"):
         simulate(metrics={"a": lambda run: value})
 
 
-def test_curves_are_drawn_on_axes(history):
+def test_plot_refuses_anything_but_axes(history):
     with pytest.raises(fp.UserError, match="ax takes axes of matplotlib, not 3"):
         history.plot(3)
 
 
-def test_the_history_of_one_run_need_not_be_in_a_list(history):
+def test_plot_and_table_take_a_single_history_without_a_list(history):
     assert len(fp.plot(history, "ga").axes) == 1
     assert fp.table(history) == fp.table([history])
     assert fp.table(history)[0]["pa_protocol"] == "during training"
 
 
 @pytest.mark.thorough
-def test_an_argument_that_load_run_does_not_know_is_refused(tmp_path):
+def test_load_run_refuses_an_unknown_argument_and_an_invalid_federation(tmp_path):
     simulate(run_dir=tmp_path / "run")
     with pytest.raises(fp.UserError, match="load_run takes no argument 'modle': did you mean 'model'"):
         fp.load_run(tmp_path / "run", modle="mlp")
@@ -279,13 +279,13 @@ def test_an_argument_that_load_run_does_not_know_is_refused(tmp_path):
         fp.load_run(tmp_path / "run", federation=3)
 
 
-def test_a_wrong_name_of_the_package_lets_python_name_the_right_one():
+def test_attribute_errors_let_python_suggest_the_right_name():
     with pytest.raises(AttributeError) as caught:
         fp.FedAvgg  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("FedAvgg", fp)
 
 
-def test_an_argument_of_something_else_is_said_where_to_give(tmp_path):
+def test_a_misplaced_argument_is_refused_with_the_place_where_it_belongs(tmp_path):
     with pytest.raises(fp.UserError, match=r"takes no argument 'mu': give it to the method, as FedProx\(mu=0.1\)"):
         simulate(method=fp.FedProx(), mu=0.1)
     with pytest.raises(fp.UserError, match=r"takes no argument 'clients': give it to fp\.partition"):
@@ -295,32 +295,32 @@ def test_an_argument_of_something_else_is_said_where_to_give(tmp_path):
         fp.load_run(tmp_path / "file.yaml")
 
 
-def test_labels_that_are_too_few_are_counted():
+def test_too_few_labels_are_refused_with_their_number():
     with pytest.raises(
         fp.UserError, match=r"y_train must have a label for each of the 5 entries of x_train, not \[4\]"
     ):
         fp.from_arrays(np.zeros((5, 2, 2)), np.zeros(4, int), np.zeros((1, 2, 2)), np.zeros(1, int))
 
 
-def test_labels_from_one_are_told():
+def test_labels_that_begin_at_one_give_a_warning():
     with pytest.warns(UserWarning, match="the labels begin at 1, so that class 0 has no sample"):
         assert fp.from_arrays(X, Y + 1, X, Y + 1).num_classes == 4
 
 
-def test_labels_with_gaps_are_told_unless_the_classes_are_counted():
+def test_labels_with_gaps_give_a_warning_unless_num_classes_is_given():
     with pytest.warns(UserWarning, match="the labels name 3 of 201 classes"):
         assert fp.from_arrays(X, 100 * Y, X, 100 * Y).num_classes == 201
     assert fp.from_arrays(X, 100 * Y, X, 100 * Y, num_classes=201).num_classes == 201
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "words"),
+    ("kind", "options", "message"),
     [
         ("pcdd", {"beta": 0.5}, "beta=0.5 has no effect with kind=pcdd."),
         ("dirichlet", {"classes_per_client": 3}, "classes_per_client=3 has no effect with kind=dirichlet."),
         ("iid", {"min_samples": 2}, "min_samples=2 has no effect with kind=iid."),
     ],
 )
-def test_what_a_partition_does_not_look_at_is_told(kind, given, words):
-    with pytest.warns(UserWarning, match=f"^{words}$"):
-        fp.partition(DATA, kind, clients=2, **{"min_samples": 1 if kind == "dirichlet" else 10, **given})
+def test_partition_warns_of_options_without_effect(kind, options, message):
+    with pytest.warns(UserWarning, match=f"^{message}$"):
+        fp.partition(DATA, kind, clients=2, **{"min_samples": 1 if kind == "dirichlet" else 10, **options})

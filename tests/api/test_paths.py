@@ -22,14 +22,14 @@ def test_a_run_in_a_folder_of_any_name_can_be_continued(tmp_path, name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES[1:3])
-def test_names_that_are_patterns_or_not_utf8_are_continued_too(tmp_path, name):
+def test_runs_in_folders_with_backslash_or_non_utf8_names_can_be_continued(tmp_path, name):
     folder = tmp_path / os.fsdecode(name)
     begin(folder, rounds=1)
     assert len(resume(folder).rows) == OPTIONS["rounds"]
 
 
 @pytest.mark.thorough
-def test_a_name_that_is_too_long_is_a_sentence(tmp_path):
+def test_a_folder_name_that_is_too_long_is_a_user_error(tmp_path):
     config, method = build(OPTIONS | {"run_dir": tmp_path / ("x" * 300)})
     with pytest.raises(UserError, match=r"cannot write to .*File name too long"):
         run(config, method)

@@ -1,4 +1,4 @@
-"""Runs of the Python interface in folders, beside the command line's; metrics of one's own; what is taken away."""
+"""Runs of the Python interface in folders that the command line shares; users' metrics; what is saved of a history."""
 
 import json
 import pickle
@@ -24,19 +24,19 @@ def federation():
 
 
 @pytest.fixture(scope="module")
-def whole(federation):
+def uninterrupted(federation):
     return fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, **SMALL)
 
 
-def same(history, other):
-    assert history.ga.tolist() == other.ga.tolist()
-    assert history.pa_per_client.tolist() == other.pa_per_client.tolist()
-    for a, b in zip(jax.tree.leaves(history.variables), jax.tree.leaves(other.variables), strict=True):
+def assert_same(history, expected):
+    assert history.ga.tolist() == expected.ga.tolist()
+    assert history.pa_per_client.tolist() == expected.pa_per_client.tolist()
+    for a, b in zip(jax.tree.leaves(history.variables), jax.tree.leaves(expected.variables), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.thorough
-def test_a_run_in_a_folder_is_stopped_continued_and_loaded_to_the_same_bits(federation, whole, tmp_path):
+def test_a_stopped_run_is_continued_and_loaded_to_the_same_bits(federation, uninterrupted, tmp_path):
     def stop(run, report):
         if run.round == 2:
             raise KeyboardInterrupt
@@ -46,34 +46,36 @@ def test_a_run_in_a_folder_is_stopped_continued_and_loaded_to_the_same_bits(fede
         fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, callbacks=[stop], **SMALL)
     with pytest.raises(fp.UserError, match="already holds a run: continue it with resume=True, or choose another"):
         fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, **SMALL)
-    again = fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, resume=True, **SMALL)
-    same(again, whole)
-    same(fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, resume=True, **SMALL), whole)
-    same(fp.load_run(folder), whole)
+    continued = fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, resume=True, **SMALL)
+    assert_same(continued, uninterrupted)
+    assert_same(
+        fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, resume=True, **SMALL), uninterrupted
+    )
+    assert_same(fp.load_run(folder), uninterrupted)
     with pytest.raises(fp.UserError, match=r"holds another run: `?mu`? was 0.1, not 0.2"):
         fp.simulate(federation, fp.FedProx(mu=0.2), rounds=3, run_dir=folder, resume=True, **SMALL)
 
 
 @pytest.mark.thorough
-def test_a_callback_cannot_continue_the_run_that_it_is_called_by(federation, whole, tmp_path):
+def test_a_callback_cannot_resume_the_run_that_calls_it(federation, uninterrupted, tmp_path):
     """Nor could a thread: both would write the same lines."""
-    said = []
+    messages = []
 
-    def again(run, report):
+    def resume(run, report):
         with pytest.raises(fp.UserError) as caught:
             fp.resume(tmp_path / "run", federation=federation)
-        said.append(str(caught.value))
+        messages.append(str(caught.value))
 
-    same(
-        fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=tmp_path / "run", callbacks=[again], **SMALL),
-        whole,
+    assert_same(
+        fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=tmp_path / "run", callbacks=[resume], **SMALL),
+        uninterrupted,
     )
-    assert len(said) == 3
-    assert "run is in use by another run of this process" in said[0]
+    assert len(messages) == 3
+    assert "run is in use by another run of this process" in messages[0]
 
 
 @pytest.mark.thorough
-def test_a_state_that_json_does_not_know_is_a_sentence_with_the_callbacks_name(federation, tmp_path):
+def test_a_callback_whose_state_is_not_json_is_named_in_the_error(federation, tmp_path):
     class Counter(fp.Callback):
         def state(self):
             return np.zeros(2)
@@ -83,7 +85,7 @@ def test_a_state_that_json_does_not_know_is_a_sentence_with_the_callbacks_name(f
 
 
 @pytest.mark.thorough
-def test_the_command_line_continues_what_python_began(federation, whole, tmp_path):
+def test_the_command_line_continues_a_run_that_python_began(federation, uninterrupted, tmp_path):
     def stop(run, report):
         raise KeyboardInterrupt
 
@@ -91,22 +93,22 @@ def test_the_command_line_continues_what_python_began(federation, whole, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, callbacks=[stop], **SMALL)
     assert main([f"--resume={folder}", "--quiet"]) == 0
-    same(fp.load_run(folder), whole)
+    assert_same(fp.load_run(folder), uninterrupted)
 
 
 @pytest.mark.thorough
-def test_objects_that_no_option_describes_are_asked_for(tmp_path):
+def test_load_run_asks_for_objects_that_no_option_describes(tmp_path):
     digits = fp.load_dataset("digits")
-    own = fp.from_arrays(digits.x_train[:200], digits.y_train[:200], digits.x_test, digits.y_test)
-    federation = fp.partition(own, "iid", clients=2)
+    dataset = fp.from_arrays(digits.x_train[:200], digits.y_train[:200], digits.x_test, digits.y_test)
+    federation = fp.partition(dataset, "iid", clients=2)
     history = fp.simulate(federation, model="mlp", rounds=1, run_dir=tmp_path / "run", **SMALL)
     with pytest.raises(fp.UserError, match="with federation="):
         fp.load_run(tmp_path / "run")
-    same(fp.load_run(tmp_path / "run", federation=federation), history)
+    assert_same(fp.load_run(tmp_path / "run", federation=federation), history)
 
 
 @pytest.mark.thorough
-def test_metrics_of_ones_own_stand_in_the_rows(federation, tmp_path):
+def test_users_metrics_are_in_the_rows_and_in_metrics_jsonl(federation, tmp_path):
     metrics = {"worst": lambda run: min(run.history.pa_clients)}
     history = fp.simulate(federation, rounds=2, metrics=metrics, eval_every=2, run_dir=tmp_path / "r", **SMALL)
     assert [row["worst"] for row in history.rows] == [None, history.pa_per_client[1].min()]
@@ -117,75 +119,77 @@ def test_metrics_of_ones_own_stand_in_the_rows(federation, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_history_can_be_pickled(federation, whole):
-    again = pickle.loads(pickle.dumps(whole))
-    same(again, whole)
+def test_a_history_can_be_pickled(federation, uninterrupted):
+    unpickled = pickle.loads(pickle.dumps(uninterrupted))
+    assert_same(unpickled, uninterrupted)
     images = federation.dataset.x_test[:5]
-    np.testing.assert_array_equal(again.outputs(images).logits, whole.outputs(images).logits)
+    np.testing.assert_array_equal(unpickled.outputs(images).logits, uninterrupted.outputs(images).logits)
 
 
 @pytest.mark.thorough
-def test_weights_are_saved_as_safetensors(whole, tmp_path):
-    numpy = pytest.importorskip("safetensors.numpy")
-    arrays = numpy.load_file(whole.save(tmp_path / "w.safetensors"))
-    np.testing.assert_array_equal(arrays["params.head.kernel"], whole.variables["params"]["head"]["kernel"])
+def test_weights_are_saved_as_safetensors(uninterrupted, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    arrays = safetensors.load_file(uninterrupted.save(tmp_path / "w.safetensors"))
+    np.testing.assert_array_equal(arrays["params.head.kernel"], uninterrupted.variables["params"]["head"]["kernel"])
     with pytest.raises(fp.UserError, match="safetensors"):
-        whole.save(tmp_path / "w.npz")
+        uninterrupted.save(tmp_path / "w.npz")
 
 
 @pytest.mark.thorough
-def test_weights_that_are_saved_of_a_client_are_its_own(federation, tmp_path):
-    numpy = pytest.importorskip("safetensors.numpy")
+def test_saved_weights_of_a_client_are_its_personal_ones(federation, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
     history = fp.simulate(federation, fp.FedRep(), rounds=1, **SMALL)
     for client in (0, 1):
-        arrays = numpy.load_file(history.save(tmp_path / f"{client}.safetensors", client))
-        own = history.client_variables(client)["params"]["head"]["kernel"]
-        np.testing.assert_array_equal(arrays["params.head.kernel"], own)
+        arrays = safetensors.load_file(history.save(tmp_path / f"{client}.safetensors", client))
+        kernel = history.client_variables(client)["params"]["head"]["kernel"]
+        np.testing.assert_array_equal(arrays["params.head.kernel"], kernel)
 
 
 def test_mlflow_gets_the_options_and_the_scalars_over_rounds(tmp_path, monkeypatch):
-    told = []
-    info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
-    package = types.SimpleNamespace(
-        start_run=lambda **given: told.append(("start", given["run_id"])) or info,
-        log_params=lambda values: told.append(("params", values)),
-        log_metrics=lambda values, step, run_id: told.append((step, values)), end_run=told.append,
+    calls = []
+    active_run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+    mlflow = types.SimpleNamespace(
+        start_run=lambda **options: calls.append(("start", options["run_id"])) or active_run,
+        log_params=lambda values: calls.append(("params", values)),
+        log_metrics=lambda values, step, run_id: calls.append((step, values)), end_run=calls.append,
     )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "mlflow", package)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     for _ in range(2):
         logger = loggers.MLflow(tmp_path, {"lr": 0.1})
         logger.write(1, {"ga": 0.5})
         logger.on_end(types.SimpleNamespace(error=None))  # pyright: ignore[reportArgumentType]
-    assert told == [
+    assert calls == [
         ("start", None), ("params", {"lr": "0.1"}), (1, {"ga": 0.5}), "FINISHED",
         ("start", "7"), (1, {"ga": 0.5}), "FINISHED",
     ]  # fmt: skip
 
 
 @pytest.mark.thorough
-def test_a_run_of_a_relative_folder_is_loaded_from_anywhere(federation, tmp_path, monkeypatch):
+def test_a_run_in_a_relative_folder_is_loaded_from_anywhere(federation, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = fp.simulate(federation, "fedavg", rounds=1, run_dir="run", **SMALL)
     monkeypatch.chdir("/")
-    same(fp.load_run(tmp_path / "run"), first)
-    again = fp.simulate(federation, "fedavg", rounds=1, run_dir=tmp_path / "run", resume=True, label="mine", **SMALL)
-    same(again, first)
-    assert again.label == "mine"
+    assert_same(fp.load_run(tmp_path / "run"), first)
+    continued = fp.simulate(
+        federation, "fedavg", rounds=1, run_dir=tmp_path / "run", resume=True, label="mine", **SMALL
+    )
+    assert_same(continued, first)
+    assert continued.label == "mine"
 
 
 @pytest.mark.thorough
-def test_a_run_that_has_lost_rounds_is_not_loaded_until_it_is_resumed(federation, whole, tmp_path):
+def test_a_run_that_has_lost_rounds_is_not_loaded_until_it_is_resumed(federation, uninterrupted, tmp_path):
     fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=tmp_path / "run", **SMALL)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2]))
     with pytest.raises(fp.UserError, match=r"metrics.jsonl has lost rounds: resume the run"):
         fp.load_run(tmp_path / "run")
-    same(fp.resume(tmp_path / "run"), whole)
-    same(fp.load_run(tmp_path / "run"), whole)
+    assert_same(fp.resume(tmp_path / "run"), uninterrupted)
+    assert_same(fp.load_run(tmp_path / "run"), uninterrupted)
 
 
 @pytest.mark.thorough
-def test_another_pipeline_is_refused_whatever_became_of_the_notes(federation, tmp_path):
+def test_another_pipeline_is_refused_and_a_missing_one_asked_for(federation, tmp_path):
     bright, dark = fp.Pipeline(mean=(0.5,)), fp.Pipeline(mean=(0.1,))
     fp.simulate(federation, "fedavg", rounds=1, run_dir=tmp_path / "run", pipeline=bright, **SMALL)
     (tmp_path / "run" / "summary.json").unlink()
@@ -198,31 +202,31 @@ def test_another_pipeline_is_refused_whatever_became_of_the_notes(federation, tm
 
 
 @pytest.mark.thorough
-def test_initial_weights_are_part_of_what_a_run_began_with(federation, tmp_path):
-    kernels = fp.simulate(federation, "fedavg", rounds=1, **SMALL).variables["params"]["backbone"]
-    flat = {"/".join(["params", *map(str, key)]): np.full_like(x, 0.5) for key, x in flatten_dict(kernels).items()}
-    np.savez(tmp_path / "w.npz", **flat)
+def test_load_run_uses_the_initial_weights_and_refuses_changed_ones(federation, tmp_path):
+    backbone = fp.simulate(federation, "fedavg", rounds=1, **SMALL).variables["params"]["backbone"]
+    weights = {"/".join(["params", *map(str, key)]): np.full_like(x, 0.5) for key, x in flatten_dict(backbone).items()}
+    np.savez(tmp_path / "w.npz", **weights)
     options = {"rounds": 1, "cohort": 2, "client_state": "host", "initial_weights": tmp_path / "w.npz", **SMALL}
     fp.simulate(federation, "ditto", run_dir=tmp_path / "run", **options)
     history = fp.load_run(tmp_path / "run")
-    assert sum(_untouched(history, client) for client in range(4)) == 2
-    np.savez(tmp_path / "w.npz", **{name: x + 1 for name, x in flat.items()})
+    assert sum(_has_initial_weights(history, client) for client in range(4)) == 2
+    np.savez(tmp_path / "w.npz", **{name: x + 1 for name, x in weights.items()})
     with pytest.raises(fp.UserError, match="has changed since this run began"):
         fp.load_run(tmp_path / "run")
 
 
-def _untouched(history, client):
+def _has_initial_weights(history, client):
     return all((x[client] == 0.5).all() for x in jax.tree.leaves(history.state.clients["params"]["backbone"]))
 
 
-def test_lists_are_options_with_commas(federation):
+def test_lists_become_options_with_commas(federation):
     with pytest.raises(fp.UserError, match=r"`?lr_steps=2,1`? must be rising round numbers"):
         fp.simulate(federation, "fedavg", lr_steps=[2, 1], **SMALL)
     config = fp.simulate(federation, "solo", rounds=1, lr_steps=[1, 2], models=("mlp", "mlp"), **SMALL).config
     assert (config.lr_steps, config.models) == ("1,2", "mlp,mlp")
 
 
-def test_a_file_that_is_no_archive_gives_no_weights(federation, tmp_path):
+def test_initial_weights_that_are_no_npz_archive_are_refused(federation, tmp_path):
     for name, content in (("a.npy", None), ("empty.npz", b""), ("cut.npz", b"PK\x03\x04 and no more")):
         np.save(tmp_path / name, np.zeros(3)) if content is None else (tmp_path / name).write_bytes(content)
         with pytest.raises(fp.UserError, match="is not a readable npz archive"):
@@ -230,20 +234,22 @@ def test_a_file_that_is_no_archive_gives_no_weights(federation, tmp_path):
 
 
 @pytest.mark.thorough
-def test_epochs_are_measured_where_nothing_is_fine_tuned(federation):
+def test_pa_of_the_best_epoch_is_measured_without_fine_tuning(federation):
     options = {"rounds": 2, "local_epochs": 2, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
-    plain, best = (fp.simulate(federation, "fedavg", pa_protocol=rule, **options) for rule in ("last", "best_epoch"))
-    assert "pa_best_epoch_last" not in plain.summary
-    assert best.summary["pa_best_epoch_last"] == best.summary["pa_last"] >= plain.summary["pa_last"]
+    last, best_epoch = (
+        fp.simulate(federation, "fedavg", pa_protocol=rule, **options) for rule in ("last", "best_epoch")
+    )
+    assert "pa_best_epoch_last" not in last.summary
+    assert best_epoch.summary["pa_best_epoch_last"] == best_epoch.summary["pa_last"] >= last.summary["pa_last"]
 
 
 @pytest.mark.thorough
-def test_a_class_that_is_written_anew_is_the_one_that_is_loaded(federation, tmp_path):
-    def written(sign):
+def test_the_newest_definition_of_a_class_is_the_one_that_is_loaded(federation, tmp_path):
+    def signed_method(sign):
         @struct.dataclass
         class Signed(fp.FedAvg):
-            def logits(self, *given, **scope):
-                return sign * super().logits(*given, **scope)
+            def logits(self, *arguments, **scope):
+                return sign * super().logits(*arguments, **scope)
 
         Signed.__qualname__, Signed.__module__ = "Signed", "__main__"
         return Signed()
@@ -251,7 +257,7 @@ def test_a_class_that_is_written_anew_is_the_one_that_is_loaded(federation, tmp_
     images = federation.dataset.x_test[:3]
     try:
         for name, sign in (("a", 1.0), ("b", -1.0)):
-            history = fp.simulate(federation, written(sign), rounds=1, run_dir=tmp_path / name, **SMALL)
+            history = fp.simulate(federation, signed_method(sign), rounds=1, run_dir=tmp_path / name, **SMALL)
             np.testing.assert_array_equal(
                 fp.load_run(tmp_path / name).outputs(images).logits, history.outputs(images).logits
             )
@@ -260,27 +266,27 @@ def test_a_class_that_is_written_anew_is_the_one_that_is_loaded(federation, tmp_
 
 
 @pytest.mark.thorough
-def test_a_finished_run_that_is_continued_keeps_what_its_training_took(federation, tmp_path):
+def test_resuming_a_finished_run_keeps_its_summary_and_costs(federation, tmp_path):
     first = fp.simulate(federation, rounds=2, run_dir=tmp_path / "run", **SMALL)
-    again = fp.resume(tmp_path / "run", federation=federation)
-    assert again.summary == first.summary
+    resumed = fp.resume(tmp_path / "run", federation=federation)
+    assert resumed.summary == first.summary
     assert first.summary["compilations"] == 1
 
 
 @pytest.mark.thorough
-def test_local_steps_stand_for_epochs_as_on_the_command_line(federation):
-    small = {name: value for name, value in SMALL.items() if name != "local_epochs"}
-    history = fp.simulate(federation, rounds=1, local_steps=3, **small)
+def test_local_steps_replace_local_epochs_as_on_the_command_line(federation):
+    options = {name: value for name, value in SMALL.items() if name != "local_epochs"}
+    history = fp.simulate(federation, rounds=1, local_steps=3, **options)
     assert (history.config.local_epochs, history.config.local_steps) == (None, 3)
 
 
-def test_a_metric_is_not_named_as_an_accuracy(federation):
+def test_a_metric_may_not_be_named_like_an_accuracy(federation):
     with pytest.raises(fp.UserError, match="metrics names 'ga_mine', as accuracies of our own are"):
         fp.simulate(federation, metrics={"ga_mine": lambda run: 1.0}, **SMALL)
 
 
 @pytest.mark.thorough
-def test_what_a_round_costs_is_that_of_rounds_but_the_first(federation, tmp_path):
+def test_costs_of_a_round_leave_out_the_first_round(federation, tmp_path):
     history = fp.simulate(federation, rounds=4, run_dir=tmp_path / "run", last_batch="keep", **SMALL)
     summary, seconds = history.summary, [row["seconds"] for row in history.rows[1:]]
     assert summary["seconds_per_round"] == pytest.approx(np.median(seconds))

@@ -1,4 +1,4 @@
-"""Experiments trained together: what shares a program, the numbers and folders of single runs, failures, resuming."""
+"""Experiments trained together: which share a program, numbers and folders as of single runs, failures, resuming."""
 
 import contextlib
 import functools
@@ -49,17 +49,20 @@ FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
 
 
 def pairs(folder, method, grid, **options):
-    """Configurations and methods, in folders by their number."""
-    return [build({**SMALL, "method": method, "run_dir": folder / str(i), **p, **options}) for i, p in enumerate(grid)]
+    """Pairs of a configuration and a method, with folders named by their number."""
+    return [
+        build({**SMALL, "method": method, "run_dir": folder / str(i), **point, **options})
+        for i, point in enumerate(grid)
+    ]
 
 
-def train(given):
-    return runs.run_together([runs.Asked(*pair, {"command": "x"}) for pair in given])
+def train(experiments):
+    return runs.run_together([runs.Asked(*pair, {"command": "x"}) for pair in experiments])
 
 
 @functools.cache
 def alone(folder, method):
-    """The folder of single runs of the first two, of which one is enough for all tests."""
+    """The folder of single runs of the first two experiments, trained once for all tests."""
     for pair in pairs(folder, method, GRIDS[method][:2]):
         runs.run(*pair, {"command": "x"})
     return folder
@@ -69,7 +72,7 @@ def alone(folder, method):
 def together(folder, method):
     """The folder of the same experiments trained together, and what was returned.
 
-    FedAvg's have one that diverges among them, SCAFFOLD's have more lanes than the single runs.
+    One of FedAvg's experiments diverges; SCAFFOLD's have more lanes than the single runs.
     """
     grid = GRIDS[method] + [DIVERGES] * (method == "fedavg")
     return folder, train(pairs(folder, method, grid, lanes=3 if method == "scaffold" else 1))
@@ -77,9 +80,9 @@ def together(folder, method):
 
 @pytest.fixture
 def shared(tmp_path_factory):
-    """Folder of something that several tests look at."""
+    """Calls `alone` or `together` with a folder that all tests share."""
     base = tmp_path_factory.getbasetemp()
-    return lambda made, method: made(base / f"{made.__name__}-{method}", method)
+    return lambda train_all, method: train_all(base / f"{train_all.__name__}-{method}", method)
 
 
 def lines(path):
@@ -87,10 +90,10 @@ def lines(path):
 
 
 def numbers(folder):
-    """All that a run has written but for its cost, by name."""
-    found = {"summary": json.loads((folder / "summary.json").read_text())}
-    found |= {name: lines(folder / name) for name in ("metrics.jsonl", "clients.jsonl")}
-    return {name: value for name, value in flat("", found) if name.rpartition(".")[2] not in COSTS}
+    """All values that a run has written except its costs, by name."""
+    written = {"summary": json.loads((folder / "summary.json").read_text())}
+    written |= {name: lines(folder / name) for name in ("metrics.jsonl", "clients.jsonl")}
+    return {name: value for name, value in flat("", written) if name.rpartition(".")[2] not in COSTS}
 
 
 def flat(name, value):
@@ -102,11 +105,11 @@ def flat(name, value):
         yield name, value
 
 
-def assert_same_numbers(folder, expected):
-    found, wanted = numbers(folder), numbers(expected)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name] == (pytest.approx(value, rel=1e-5, abs=1e-5) if isinstance(value, float) else value), name
+def assert_same_numbers(folder, expected_folder):
+    actual, expected = numbers(folder), numbers(expected_folder)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name] == (pytest.approx(value, rel=1e-5, abs=1e-5) if isinstance(value, float) else value), name
 
 
 @pytest.mark.thorough
@@ -120,7 +123,7 @@ def test_numbers_are_those_of_single_runs(shared, method):
 
 
 @pytest.mark.thorough
-def test_a_member_that_diverges_fails_alone(shared):
+def test_an_experiment_that_diverges_fails_alone(shared):
     folder, (*others, failed) = shared(together, "fedavg")
     assert "is not finite in round" in str(failed)
     assert not (folder / "4" / "summary.json").exists()
@@ -128,34 +131,36 @@ def test_a_member_that_diverges_fails_alone(shared):
 
 
 @pytest.mark.thorough
-def test_lanes_are_those_of_all_members(shared):
+def test_every_experiment_reports_the_lanes_of_the_shared_program(shared):
     assert [result["lanes"] for result in shared(together, "scaffold")[1]] == [3, 3]
     assert [result["lanes"] for result in shared(together, "fedgela")[1]] == [1, 1]
 
 
 @pytest.mark.thorough
-def test_folders_hold_what_run_py_writes(shared):
-    old, new = shared(alone, "fedgela") / "1", shared(together, "fedgela")[0] / "1"
-    for part in ("", "checkpoints", "checkpoints/3"):
-        assert {path.name for path in (new / part).iterdir()} == {path.name for path in (old / part).iterdir()}
-    assert (new / "config.yaml").read_text() == (old / "config.yaml").read_text().replace(str(old), str(new))
-    with np.load(old / "partition.npz") as a, np.load(new / "partition.npz") as b:
+def test_folders_hold_the_files_that_a_single_run_writes(shared):
+    single, joint = shared(alone, "fedgela") / "1", shared(together, "fedgela")[0] / "1"
+    for subfolder in ("", "checkpoints", "checkpoints/3"):
+        assert {path.name for path in (joint / subfolder).iterdir()} == {
+            path.name for path in (single / subfolder).iterdir()
+        }
+    assert (joint / "config.yaml").read_text() == (single / "config.yaml").read_text().replace(str(single), str(joint))
+    with np.load(single / "partition.npz") as a, np.load(joint / "partition.npz") as b:
         assert {name: a[name].tolist() for name in a} == {name: b[name].tolist() for name in b}
-    before, after = (json.loads((folder / "resolved.json").read_text()) for folder in (old, new))
-    assert after == before | {"together": 2, "crc": after["crc"]}
+    single_notes, joint_notes = (json.loads((folder / "resolved.json").read_text()) for folder in (single, joint))
+    assert joint_notes == single_notes | {"together": 2, "crc": joint_notes["crc"]}
 
 
 @pytest.mark.thorough
-def test_seconds_are_a_share_of_the_common_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "perf_counter", itertools.count().__next__)  # a second between any two looks
+def test_every_experiment_reports_its_share_of_the_seconds(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "perf_counter", itertools.count().__next__)  # a second between any two readings
     monkeypatch.setattr(CompileClock, "seconds", 8.0)
     begun = time.perf_counter()
     results = train(pairs(tmp_path, "fedavg", [{"seed": 0}, {"seed": 1}], rounds=2, last_batch="keep"))
-    assert sum(one["wall_seconds"] for one in results) <= time.perf_counter() - begun
-    assert [one["compile_seconds"] for one in results] == [4.0] * 2
+    assert sum(result["wall_seconds"] for result in results) <= time.perf_counter() - begun
+    assert [result["compile_seconds"] for result in results] == [4.0] * 2
     rows = [row for i in range(2) for row in lines(tmp_path / str(i) / "metrics.jsonl")]
     assert [(row["seconds"], row["eval_seconds"]) for row in rows] == [(0.5, 0.5)] * 4
-    assert [one["samples_per_second"] for one in results] == [len(load("digits").y_train) / 0.5] * 2
+    assert [result["samples_per_second"] for result in results] == [len(load("digits").y_train) / 0.5] * 2
 
 
 KILLED = """
@@ -184,7 +189,7 @@ sweep_main(sys.argv[1:])
 
 
 @pytest.mark.thorough
-def test_a_killed_sweep_continues_and_so_do_its_folders_alone(tmp_path, shared):
+def test_a_killed_sweep_continues_and_so_does_each_folder_alone(tmp_path, shared):
     argv = ["--method=fedgela", "--ew=1,9", *FLAGS, f"--sweep-dir={tmp_path / 'sweep'}"]
     killed = subprocess.run([sys.executable, "-c", KILLED, *argv], timeout=120)
     assert killed.returncode == -signal.SIGKILL
@@ -198,21 +203,21 @@ def test_a_killed_sweep_continues_and_so_do_its_folders_alone(tmp_path, shared):
 
 
 @pytest.mark.thorough
-def test_one_that_cannot_be_prepared_is_named_and_the_others_run(tmp_path, capsys):
+def test_an_experiment_that_cannot_be_prepared_is_named_and_others_run(tmp_path, capsys):
     options = ["--partition=pcdd", "--classes-per-client=4,11", "--seed=0", "--rounds=1"]
     assert sweep_main([*FLAGS, *options, f"--sweep-dir={tmp_path}"]) == 1
     assert "fedavg-classes-per-client=11-s0: " in capsys.readouterr().out
     assert (tmp_path / "fedavg-classes-per-client=4-s0" / "summary.json").is_file()
 
 
-def test_one_by_one_is_still_possible(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: ran.append(config.seed) or {"ga_best": 0.5})
+def test_together_1_runs_experiments_one_by_one(tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: seeds.append(config.seed) or {"ga_best": 0.5})
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.summarise", lambda *_: [{"failed": 0}])
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.as_table", lambda *_: "")
     tmp_path.joinpath("sweep").mkdir()
     assert sweep_main(["--seed=0:3", "--together=1", f"--sweep-dir={tmp_path / 'sweep'}"]) == 0
-    assert ran == [0, 1, 2]
+    assert seeds == [0, 1, 2]
 
 
 def test_together_takes_a_positive_number(tmp_path, capsys):
@@ -229,7 +234,7 @@ def number_of_groups(*points):
     [{"seed": 1}, {"beta": 0.5}, {"lr": 0.1}, {"momentum": 0.0}, {"weight_decay": 0.0}, {"grad_clip": 1.0},
      {"partition": "pcdd"}, {"partition": "iid"}, {"run_dir": "elsewhere"}],
 )  # fmt: skip
-def test_numbers_and_partitions_share_a_program(other):
+def test_experiments_that_differ_in_numbers_or_partition_share_a_program(other):
     assert number_of_groups({}, other) == 1
 
 
@@ -239,7 +244,7 @@ def test_numbers_and_partitions_share_a_program(other):
      {"model": "simple_cnn"}, {"lr_steps": "5"}, {"method": "fedprox"}, {"weights": "uniform"}, {"resume": "folder"},
      {"partition": "natural"}],
 )  # fmt: skip
-def test_what_changes_the_program_is_a_program_of_its_own(other):
+def test_options_that_change_the_program_need_a_separate_one(other):
     assert number_of_groups({}, other) == 2
 
 
@@ -248,39 +253,39 @@ def test_what_changes_the_program_is_a_program_of_its_own(other):
     [{"client_state": "host"}, {"wandb": True}, {"track": "angles"}, {"method": "fccl"}, {"task": "digits_domains"},
      {"method": "feddf"}, {"train_samples": 100}],
 )  # fmt: skip
-def test_some_do_not_share_with_other_seeds(options):
+def test_some_options_prevent_sharing_across_seeds(options):
     assert number_of_groups(options, options | {"seed": 1}) == 2
 
 
 def test_traced_hyperparameters_share_a_program_and_static_ones_do_not():
-    points = [{"method": "fedgela", **own} for own in ({"ew": 1.0}, {"ew": 2.0}, {"phi": "exp", "ew": 1.0}, {})]
+    points = [{"method": "fedgela", **hyper} for hyper in ({"ew": 1.0}, {"ew": 2.0}, {"phi": "exp", "ew": 1.0}, {})]
     assert sweep.groups([build(point) for point in points]) == [[0, 1], [2], [3]]
 
 
 @pytest.mark.parametrize(("states", "most"), [(0, 1), (11.5, 1), (2 * sweep.COPIES * 5, 5), (math.inf, sweep.MOST)])
-def test_no_more_experiments_than_fit_into_memory(monkeypatch, states, most):
+def test_no_more_experiments_share_a_program_than_fit_into_memory(monkeypatch, states, most):
     config, method = build({**SMALL, "method": "fedavg"})
     state = Setup([(config, method)]).simulation.start()
     monkeypatch.setattr(sweep, "available_memory", lambda: states * bytes_of(state))
     assert sweep.affordable(config, method) == most
 
 
-def test_the_disk_has_room_for_all_checkpoints_of_all_and_one_more_of_each(tmp_path, monkeypatch):
-    wanted = {}
+def test_disk_space_is_checked_for_all_kept_checkpoints_and_one_more_each(tmp_path, monkeypatch):
+    requested = {}
 
     def refuse(folder, size):
-        wanted[folder.parent.name] = size
+        requested[folder.parent.name] = size
         raise UserError("full.")
 
     monkeypatch.setattr(records, "check_space", refuse)
     for name, seeds, keep in (("alone", 1, 3), ("two", 2, 3), ("more", 1, 8)):
         with contextlib.suppress(UserError):
             train(pairs(tmp_path / name, "fedavg", [{"seed": seed} for seed in range(seeds)], keep=keep))
-    one = wanted["alone"] / 4
-    assert wanted == {"alone": 4 * one, "two": 2 * 4 * one, "more": 9 * one}
+    one_checkpoint = requested["alone"] / 4
+    assert requested == {"alone": 4 * one_checkpoint, "two": 2 * 4 * one_checkpoint, "more": 9 * one_checkpoint}
 
 
-def test_one_bar_counts_the_rounds_of_all():
+def test_one_progress_bar_counts_the_rounds_of_all_experiments():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with SweepBar({"first": 4, "second": 2}, console) as bar:
         for name, round in (("first", 1), ("first", 3), ("second", 1)):
@@ -292,16 +297,16 @@ def test_one_bar_counts_the_rounds_of_all():
 
 
 @pytest.mark.thorough
-def test_what_is_drawn_once_and_who_is_there_is_not_shared():
+def test_partition_files_and_augmentation_drawn_once_prevent_sharing():
     method = FedAvg()
-    files = [RunConfig(partition=name) for name in ("a.npz", "b.npz")]
-    seeds = [[RunConfig(dataset=name, seed=seed) for seed in (0, 1)] for name in ("isic2019", "digits")]
-    keys = [[sweep.program_key(config, method) for config in pair] for pair in (files, *seeds)]
-    assert [one == other for one, other in keys] == [False, False, True]
+    by_file = [RunConfig(partition=name) for name in ("a.npz", "b.npz")]
+    by_seed = [[RunConfig(dataset=name, seed=seed) for seed in (0, 1)] for name in ("isic2019", "digits")]
+    keys = [[sweep.program_key(config, method) for config in configs] for configs in (by_file, *by_seed)]
+    assert [first == second for first, second in keys] == [False, False, True]
 
 
 @pytest.mark.thorough
-def test_what_the_runs_would_say_alone_is_said_once(tmp_path, capsys):
-    words = ["--optimizer=adam", "--momentum=0.3", "--seed=0:2", f"--sweep-dir={tmp_path}"]
-    assert sweep_main([flag for flag in FLAGS if not flag.startswith("--quiet")] + words) == 0
+def test_warnings_common_to_all_runs_are_printed_once(tmp_path, capsys):
+    options = ["--optimizer=adam", "--momentum=0.3", "--seed=0:2", f"--sweep-dir={tmp_path}"]
+    assert sweep_main([flag for flag in FLAGS if not flag.startswith("--quiet")] + options) == 0
     assert capsys.readouterr().out.replace("\n", " ").count("momentum") == 1

@@ -1,4 +1,4 @@
-"""What a run began with, it goes on with, or says what differs; one process at a time; models that are finite."""
+"""A run continues with what it began with, or says what differs; one process at a time; models that are finite."""
 
 import contextlib
 import io
@@ -50,21 +50,21 @@ class Interrupt(Callback):
 
 
 def begin(folder, rounds=2, **options):
-    """A run that was interrupted after some rounds."""
+    """Begin a run that is interrupted after some rounds."""
     config, method = build(OPTIONS | options | {"run_dir": folder})
     with pytest.raises(KeyboardInterrupt):
         run(config, method, last=[Interrupt(rounds)])
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory):
+def interrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trusted") / "run"
     begin(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     config, method = build(OPTIONS | {"run_dir": folder})
     run(config, method)
@@ -72,8 +72,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(original, tmp_path):
-    return shutil.copytree(original, tmp_path / "run")
+def folder(interrupted, tmp_path):
+    return shutil.copytree(interrupted, tmp_path / "run")
 
 
 def edit(file, **changes):
@@ -89,16 +89,16 @@ def test_an_edited_configuration_is_refused_with_the_option_that_differs(folder,
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("keep", [0, 1, 5, 20, 40])
-def test_a_configuration_that_was_cut_short_never_continues_as_another_run(folder, whole, keep):
+@pytest.mark.parametrize("lines_kept", [0, 1, 5, 20, 40])
+def test_a_configuration_that_was_cut_short_never_continues_as_another_run(folder, lines_kept):
     lines = (folder / "config.yaml").read_text().splitlines(keepends=True)
-    (folder / "config.yaml").write_text("".join(lines[:keep]))
+    (folder / "config.yaml").write_text("".join(lines[:lines_kept]))
     with pytest.raises(UserError, match=r"when the run in .* began, and config\.yaml has"):
         resume(folder)
 
 
 @pytest.mark.thorough
-def test_an_edited_configuration_is_refused_even_where_resolved_json_was_edited_too(folder):
+def test_an_edited_configuration_is_refused_even_if_resolved_json_agrees(folder):
     edit(folder / "config.yaml", lr=0.5)
     resolved = json.loads((folder / "resolved.json").read_text())
     resolved["inputs"]["options"]["lr"] = 0.5
@@ -114,8 +114,8 @@ def test_another_data_set_of_the_same_shape_is_refused(tmp_path):
     data = {f"x_{part}": rng.integers(0, 255, (60, 8, 8), np.uint8) for part in ("train", "test")}
     data |= {f"y_{part}": np.arange(60) % 3 for part in ("train", "test")}
     np.savez(tmp_path / "mine.npz", **data)
-    more = {"dataset": str(tmp_path / "mine.npz"), "model": "mlp", "train_samples": None}
-    begin(tmp_path / "run", method="fedavg", **more)
+    options = {"dataset": str(tmp_path / "mine.npz"), "model": "mlp", "train_samples": None}
+    begin(tmp_path / "run", method="fedavg", **options)
     data["x_train"][7, 3, 3] ^= 1
     np.savez(tmp_path / "mine.npz", **data)
     with pytest.raises(UserError, match=r"mine\.npz has changed|the data set of the run in .* is not the one"):
@@ -125,30 +125,30 @@ def test_another_data_set_of_the_same_shape_is_refused(tmp_path):
         resume(tmp_path / "run")
 
 
-def test_whose_samples_they_are_is_part_of_a_data_set():
-    given, groups = ([[0.0], [1.0]], [0, 1], [[0.5]], [1]), [None, ([0, 1], [0]), ([1, 0], [0]), ([0, 1], [1])]
-    assert len({inputs.digest_of(from_arrays(*given, groups=one)) for one in groups}) == len(groups)
+def test_groups_of_samples_are_part_of_a_data_sets_digest():
+    arrays, groups = ([[0.0], [1.0]], [0, 1], [[0.5]], [1]), [None, ([0, 1], [0]), ([1, 0], [0]), ([0, 1], [1])]
+    assert len({inputs.digest_of(from_arrays(*arrays, groups=pair)) for pair in groups}) == len(groups)
 
 
-def test_who_is_tested_on_what_is_part_of_a_partition():
+def test_training_and_test_lists_are_part_of_a_partitions_digest():
     data, lists = from_arrays([[0.0], [1.0]], [0, 1], [[0.5], [0.7]], [0, 1]), [np.array([0]), np.array([1])]
-    parts = [
-        Federation(data, Partition(*both)) for both in ((lists, lists), (lists, lists[::-1]), (lists[::-1], lists))
+    federations = [
+        Federation(data, Partition(*split)) for split in ((lists, lists), (lists, lists[::-1]), (lists[::-1], lists))
     ]
-    assert len({inputs.inputs_of(*build({}), one, "", ())["partition"] for one in parts}) == len(parts)
+    assert len({inputs.inputs_of(*build({}), each, "", ())["partition"] for each in federations}) == len(federations)
 
 
-def test_labels_of_public_images_are_part_of_what_a_run_began_with():
+def test_public_labels_are_part_of_the_inputs_that_a_run_began_with():
     data, lists = from_arrays([[0.0]], [0], [[0.5]], [0]), [np.array([0])]
-    given = (*build({}), Federation(data, Partition(lists, lists)), "", ())
-    one, other = (inputs.inputs_of(*given, labels=np.array(labels)) for labels in ([0, 1], [1, 0]))
-    inputs.check_inputs(one, one, Path("run"), pytest.fail)
+    arguments = (*build({}), Federation(data, Partition(lists, lists)), "", ())
+    recorded, changed = (inputs.inputs_of(*arguments, labels=np.array(labels)) for labels in ([0, 1], [1, 0]))
+    inputs.check_inputs(recorded, recorded, Path("run"), pytest.fail)
     with pytest.raises(UserError, match="the public labels of the run in run are not those that it began with"):
-        inputs.check_inputs(one, other, Path("run"), pytest.fail)
+        inputs.check_inputs(recorded, changed, Path("run"), pytest.fail)
 
 
 @pytest.mark.thorough
-def test_a_module_that_changed_is_refused_even_where_the_configuration_forgets_it(tmp_path):
+def test_a_changed_module_is_refused_even_if_the_configuration_omits_it(tmp_path):
     module = tmp_path / "mine.py"
     module.write_text(
         "import fedjax_pcdd as fp\nfrom flax import struct\n@struct.dataclass\nclass Mine(fp.FedAvg): ...\n"
@@ -162,33 +162,33 @@ def test_a_module_that_changed_is_refused_even_where_the_configuration_forgets_i
 
 
 @pytest.mark.thorough
-def test_another_version_is_a_warning_that_bits_may_differ(folder, monkeypatch):
+def test_another_version_of_jax_gives_a_warning_that_bits_may_differ(folder, monkeypatch):
     version = inputs.metadata.version
     monkeypatch.setattr(inputs.metadata, "version", lambda name: "9.9" if name == "jax" else version(name))
     with pytest.warns(UserWarning, match=r"jax was .* when the run in .* began, and is 9\.9 now: bits may differ\."):
         resume(folder)
 
 
-def test_models_are_loaded_only_with_what_they_were_trained_on(folder):
+def test_load_run_refuses_an_edited_configuration(folder):
     edit(folder / "config.yaml", beta=5.0)
     with pytest.raises(UserError, match=r"beta was 0\.5"):
         load_run(folder)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "{}", '{"lanes": 3}', "\x00\xff"])
-def test_a_damaged_resolved_json_comes_back_from_the_checkpoint(folder, whole, damage):
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", '{"lanes": 3}', "\x00\xff"])
+def test_a_damaged_resolved_json_is_restored_from_the_checkpoint(folder, uninterrupted, damage):
     file = folder / "resolved.json"
     before = json.loads(file.read_text())
     if damage == "missing":
         file.unlink()
     else:
         file.write_text({"empty": "", "cut": file.read_text()[:100]}.get(damage, damage))
-    if damage in ("{}", '{"lanes": 3}'):  # as an earlier version's would be, were it not for the rest
+    if damage == '{"lanes": 3}':  # alone it would pass as an earlier version's, which had no checksum
         file.write_text(json.dumps(before | {"lanes": 3}))
     resume(folder)
     assert json.loads(file.read_text()) == before
-    assert results(folder) == results(whole)
+    assert results(folder) == results(uninterrupted)
 
 
 @pytest.mark.thorough
@@ -204,35 +204,35 @@ def test_a_damaged_partition_is_made_again(folder, monkeypatch, name, damage):
 
 
 def same_arrays(*files):
-    with np.load(files[0]) as one, np.load(files[1]) as other:
-        return all(np.array_equal(one[key], other[key]) for key in other)
+    with np.load(files[0]) as actual, np.load(files[1]) as expected:
+        return all(np.array_equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.thorough
 def test_a_second_resume_of_a_live_run_is_refused(folder):
     code = "import sys; from fedjax_pcdd.api.runs import resume; resume(sys.argv[1])"
-    tried = []
+    attempts = []
 
-    class Try(Callback):
+    class ResumeAgain(Callback):
         def on_round(self, run, report):
-            if not tried:
-                tried.append(subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True))
+            if not attempts:
+                attempts.append(subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True))
 
-    resume(folder, callbacks=[Try()])
-    assert tried[0].returncode
-    assert f"{folder} is in use by process" in tried[0].stderr.splitlines()[-1]
+    resume(folder, callbacks=[ResumeAgain()])
+    assert attempts[0].returncode
+    assert f"{folder} is in use by process" in attempts[0].stderr.splitlines()[-1]
     assert not (folder / "lock").exists()
 
 
 @pytest.mark.thorough
-def test_a_run_that_lost_its_lock_writes_no_further(folder):
-    class Lose(Callback):
+def test_a_run_that_lost_its_lock_stops_writing(folder):
+    class LoseLock(Callback):
         def on_round(self, run, report):
             (folder / "lock").write_text('{"host": "elsewhere", "process": 1, "token": "t"}')
 
     before = (folder / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match="taken over by process 1 on elsewhere"):
-        resume(folder, callbacks=[Lose()])
+        resume(folder, callbacks=[LoseLock()])
     assert (folder / "metrics.jsonl").read_text() == before
 
 
@@ -241,12 +241,12 @@ class Overflowing(FedAvg):
     """Its server is not finite from the third round on, though all losses are."""
 
     def aggregate(self, server, message, weights, context):
-        after = super().aggregate(server, message, weights, context)
-        return jax.tree.map(lambda x: jnp.where(context.round >= 2, x.at[..., 0].set(jnp.inf), x), after)
+        aggregated = super().aggregate(server, message, weights, context)
+        return jax.tree.map(lambda x: jnp.where(context.round >= 2, x.at[..., 0].set(jnp.inf), x), aggregated)
 
 
 @pytest.mark.thorough
-def test_a_server_that_is_not_finite_ends_the_run_and_is_never_the_newest_checkpoint(tmp_path):
+def test_a_server_that_is_not_finite_ends_the_run_and_is_never_saved(tmp_path):
     config, _ = build(OPTIONS | {"method": "fedavg", "run_dir": tmp_path / "run"})
     with pytest.raises(UserError, match=r"the server's .* is not finite in round 3.*the checkpoint of round 2 is good"):
         run(config, Overflowing())
@@ -258,13 +258,13 @@ class Spoilt(FedRep):
     """The heads that clients keep are not finite from the second round on, and no part of them is sent."""
 
     def upload(self, variables, summary, context):
-        kept, message = super().upload(variables, summary, context)
-        return jax.tree.map(lambda x: jnp.where(context.round >= 1, x.at[0].set(jnp.nan), x), kept), message
+        client, message = super().upload(variables, summary, context)
+        return jax.tree.map(lambda x: jnp.where(context.round >= 1, x.at[0].set(jnp.nan), x), client), message
 
 
 @struct.dataclass
 class Disagreeing(FedMD):
-    """What participants are to imitate is no number."""
+    """The target that participants are to imitate is NaN."""
 
     def agree(self, public, spoken, counts):
         public, target = super().agree(public, spoken, counts)
@@ -284,49 +284,49 @@ DIVERGING = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "own", "method", "sentence"), DIVERGING.values(), ids=DIVERGING.keys())
-def test_whatever_is_not_finite_after_a_round_is_named_and_never_saved(tmp_path, name, own, method, sentence):
-    config, chosen = build(OPTIONS | {"method": name, "run_dir": tmp_path / "run"} | own)
-    with pytest.raises(UserError, match=sentence):
-        run(config, method or chosen)
-    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == ("round 1 is good" in sentence)
+@pytest.mark.parametrize(("name", "options", "method", "message"), DIVERGING.values(), ids=DIVERGING.keys())
+def test_anything_not_finite_after_a_round_is_named_and_never_saved(tmp_path, name, options, method, message):
+    config, built_method = build(OPTIONS | {"method": name, "run_dir": tmp_path / "run"} | options)
+    with pytest.raises(UserError, match=message):
+        run(config, method or built_method)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == ("round 1 is good" in message)
 
 
-@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
-def test_of_several_experiments_it_is_said_whose_server_and_which_of_the_trained_clients_is_not_finite(place):
-    servers, clients = {"w": place(np.zeros((3, 2)))}, {"v": place(np.zeros((9, 2)))}
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+def test_not_finite_names_the_server_or_trained_client_of_each_experiment(as_array):
+    servers, clients = {"w": as_array(np.zeros((3, 2)))}, {"v": as_array(np.zeros((9, 2)))}
     simulation = SimpleNamespace(federations=[SimpleNamespace(num_clients=3)] * 3)
 
-    def seen(server, client):
-        one = {"v": place(np.where((np.arange(9) == client)[:, None], np.nan, clients["v"]))}
-        spoilt = {"w": place(np.where((np.arange(3) == server)[:, None], np.nan, servers["w"]))}
-        return not_finite(simulation, State(spoilt, one, ()), np.array([1, 2, 3, 5, 6, 7]))
+    def problems(server, client):
+        spoilt_clients = {"v": as_array(np.where((np.arange(9) == client)[:, None], np.nan, clients["v"]))}
+        spoilt_servers = {"w": as_array(np.where((np.arange(3) == server)[:, None], np.nan, servers["w"]))}
+        return not_finite(simulation, State(spoilt_servers, spoilt_clients, ()), np.array([1, 2, 3, 5, 6, 7]))
 
-    assert seen(None, 5) == [None, "client 2's v", None]
-    assert seen(2, 3) == [None, "client 0's v", "the server's w"]
-    assert seen(None, 8) == [None] * 3  # who did not train is as before
+    assert problems(None, 5) == [None, "client 2's v", None]
+    assert problems(2, 3) == [None, "client 0's v", "the server's w"]
+    assert problems(None, 8) == [None] * 3  # clients that did not train are as before
 
 
 @pytest.mark.thorough
-def test_a_participant_that_is_not_finite_has_its_own_number():
+def test_a_participant_that_is_not_finite_is_named_by_its_own_number():
     simulation = toy.groups("fedmd")
     state = simulation.start()
     spoilt = jax.tree.map(lambda x: x.at[1].set(jnp.nan), state.clients[1])  # of clients 1 and 3
-    (said,) = not_finite(simulation, state._replace(clients=(state.clients[0], spoilt)), np.arange(5))
-    assert said.startswith("client 3's ")
+    (problem,) = not_finite(simulation, state._replace(clients=(state.clients[0], spoilt)), np.arange(5))
+    assert problem.startswith("client 3's ")
 
 
 @pytest.mark.thorough
 def test_an_exchange_that_is_not_finite_is_named_and_never_saved(tmp_path):
     task = {"task": "digits_domains", "models": "mlp", "pretrain_epochs": 0, "public_samples": 64, "public_batch": 32}
-    small = {"local_epochs": 1, "batch_size": 64, "lanes": 1, "quiet": True, "rounds": 2}
-    config, _ = build(task | small | {"method": "fedmd", "run_dir": tmp_path / "run"})
+    options = {"local_epochs": 1, "batch_size": 64, "lanes": 1, "quiet": True, "rounds": 2}
+    config, _ = build(task | options | {"method": "fedmd", "run_dir": tmp_path / "run"})
     with pytest.raises(UserError, match=r"loss of client 0, .* is not finite .*round 1.*no checkpoint"):
         run(config, Disagreeing(distance="squared"))
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-def test_a_loss_that_is_not_finite_says_which_checkpoint_is_good_if_any(tmp_path):
+def test_a_loss_that_is_not_finite_in_round_1_says_there_is_no_checkpoint(tmp_path):
     config, method = build(OPTIONS | {"lr": 1e30, "momentum": 0.0, "run_dir": tmp_path / "run"})
     with pytest.raises(UserError, match=r"not finite .* round 1 .*no checkpoint was written"):
         run(config, method)
@@ -334,20 +334,20 @@ def test_a_loss_that_is_not_finite_says_which_checkpoint_is_good_if_any(tmp_path
 
 
 @pytest.mark.thorough
-def test_deleted_lines_of_clients_are_said(folder, capsys):
+def test_deleted_lines_of_clients_jsonl_are_reported(folder, capsys):
     (folder / "clients.jsonl").unlink()
     resume(folder)
     assert "clients.jsonl has lost the accuracies of the clients in round 1, 2." in capsys.readouterr().err
 
 
 @pytest.mark.thorough
-def test_damaged_lines_and_files_of_others_do_not_stop_a_resume(folder, whole):
+def test_damaged_lines_and_unrelated_files_do_not_stop_a_resume(folder, uninterrupted):
     (folder / "clients.jsonl").write_text('{"round": 1}\n{{{\n[]\n')
     (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
     (folder / "mine.jsonl").write_text('{"name": "mine"}\nnot JSON\n')
     (folder / "summary.json").write_text("{")
     resume(folder)
-    assert results(folder) == results(whole)
+    assert results(folder) == results(uninterrupted)
     assert (folder / "mine.jsonl").read_text() == '{"name": "mine"}\nnot JSON\n'
 
 
@@ -381,12 +381,12 @@ def test_a_link_in_place_of_a_folder_that_is_written_into_is_refused(folder, tmp
 
 
 @pytest.mark.thorough
-def test_a_killed_start_leaves_a_folder_that_can_be_started_again(tmp_path, whole):
+def test_a_killed_start_leaves_a_folder_that_can_be_started_again(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".config.yaml.tmp").write_text("meth")
     (folder / ".77.config.yaml").write_text("meth")
     config, method = build(OPTIONS | {"run_dir": folder})
     run(config, method)
-    assert results(folder) == results(whole)
+    assert results(folder) == results(uninterrupted)
     assert read_run(folder)

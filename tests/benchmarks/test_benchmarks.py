@@ -1,4 +1,4 @@
-"""The benchmarks start, and print what their tables read. No timing is asserted."""
+"""The benchmarks run, and print what their tables are made from. No timing is asserted."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ from benchmarks import paired
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--workload=w4lr", "--rounds=2", "--clients=3", "--per-client=8", "--batch=4", "--json")
-SHARED = {
+SHARED_KEYS = {
     "bench",
     "workload",
     "median_s",
@@ -30,34 +30,34 @@ def run(*command):
     return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def record(module):
-    done = run("-m", f"benchmarks.{module}", *SMALL)
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+def record_of(module):
+    completed = run("-m", f"benchmarks.{module}", *SMALL)
+    assert completed.returncode == 0, completed.stderr
+    (line,) = completed.stdout.splitlines()
     return json.loads(line)
 
 
 @pytest.mark.thorough
 def test_round_time_prints_one_json_line():
-    found = record("round_time")
-    assert found.keys() >= SHARED | {"lanes", "clients", "backend", "device", "device_peak_memory_mb", "jax"}
-    assert (found["params"], found["clients"], found["rounds"]) == (7850, 3, 2)
-    assert min(found["bare_s"], found["matrix_s"], found["matrix_gflops"]) > 0
+    record = record_of("round_time")
+    assert record.keys() >= SHARED_KEYS | {"lanes", "clients", "backend", "device", "device_peak_memory_mb", "jax"}
+    assert (record["params"], record["clients"], record["rounds"]) == (7850, 3, 2)
+    assert min(record["bare_s"], record["matrix_s"], record["matrix_gflops"]) > 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is optional")
 def test_torch_loop_prints_one_json_line():
-    found = record("torch_loop")
-    assert found.keys() >= SHARED | {"torch"}
-    assert found["params"] == 7850
+    record = record_of("torch_loop")
+    assert record.keys() >= SHARED_KEYS | {"torch"}
+    assert record["params"] == 7850
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here")
 def test_without_pytorch_torch_loop_says_what_to_install():
-    done = run("-m", "benchmarks.torch_loop", *SMALL)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "install torch" in done.stderr
+    completed = run("-m", "benchmarks.torch_loop", *SMALL)
+    assert completed.returncode == 1
+    assert completed.stderr.count("\n") == 1
+    assert "install torch" in completed.stderr
 
 
 @pytest.mark.thorough
@@ -69,9 +69,9 @@ sys.modules.update(dict.fromkeys({missing}))
 from benchmarks.round_time import main
 main({[*SMALL]})
 """
-    done = run("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["params"] == 7850
+    completed = run("-c", code)
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout)["params"] == 7850
 
 
 def test_torch_loop_and_table_do_not_import_jax():
@@ -86,7 +86,7 @@ print(sorted({"jax", "fedjax_pcdd"} & set(sys.modules)))
     assert run("-c", code).stdout == "[]\n"
 
 
-def test_batches_that_are_not_whole_are_refused():
+def test_a_batch_size_that_leaves_a_partial_batch_is_refused():
     code = "from benchmarks.workloads import *; chosen(parser(None).parse_args(['--workload=w1', '--batch=7']))"
     assert "--batch=7 must divide --per-client=500" in run("-c", code).stderr
 
@@ -102,9 +102,9 @@ text = markdown("here", 2, [row(first, record)])
 table = rewritten({"cpu": {"measured": None, "shapes": []}}, "gpu", "here", [entry(first, [record]), entry(second, [])])
 print(json.dumps([record, text, json.loads(table)]))
 """
-    done = run("-c", code)
-    assert done.returncode == 0, done.stderr
-    record, text, table = json.loads(done.stdout)
+    completed = run("-c", code)
+    assert completed.returncode == 0, completed.stderr
+    record, text, table = json.loads(completed.stdout)
     assert record["single"].keys() >= {"direct", "gemm", "rows", "pieces", "cut"}
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
     assert table["cpu"]["shapes"] == []
@@ -116,16 +116,16 @@ print(json.dumps([record, text, json.loads(table)]))
 
 @pytest.mark.thorough
 def test_large_prints_the_keys_of_one_setting():
-    done = run("-m", "benchmarks.large", "--clients=120", "--method=scaffold", "--rounds=1", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.keys() == {"clients", "method", "median_s", "start_s", "peak_memory_mb"}
-    assert (found["clients"], found["method"]) == (120, "scaffold")
-    assert found["start_s"] > found["median_s"] > 0
+    completed = run("-m", "benchmarks.large", "--clients=120", "--method=scaffold", "--rounds=1", "--json")
+    assert completed.returncode == 0, completed.stderr
+    record = json.loads(completed.stdout)
+    assert record.keys() == {"clients", "method", "median_s", "start_s", "peak_memory_mb"}
+    assert (record["clients"], record["method"]) == (120, "scaffold")
+    assert record["start_s"] > record["median_s"] > 0
 
 
 class Clockwork:
-    """A contestant whose rounds take what it is told."""
+    """A contestant whose rounds take the given seconds, and which logs each of them."""
 
     def __init__(self, name, log, seconds):
         self.name, self.log, self.seconds = name, log, iter(seconds)
@@ -135,7 +135,7 @@ class Clockwork:
         return next(self.seconds)
 
 
-def test_paired_times_a_round_of_each_in_turn_after_two_that_warm_up():
+def test_paired_times_one_round_of_each_in_turn_after_two_warm_up_rounds():
     log = []
     ours, theirs = Clockwork("ours", log, [9, 9, 1, 1, 1, 1, 1]), Clockwork("theirs", log, [9, 9, 2, 2, 3, 4, 4])
     times = paired.race("w1", {"ours": ours, "theirs": theirs}, 0.0)
@@ -150,6 +150,6 @@ def test_paired_times_a_round_of_each_in_turn_after_two_that_warm_up():
 def test_ten_thousand_clients_of_scaffold_peak_at_little_more_than_their_state():
     command = ("-m", "benchmarks.large", "--method=scaffold", "--data=stream", "--client-state=host", "--rounds=3")
     few, many = (json.loads(run(*command, f"--clients={n}").stdout.splitlines()[-1]) for n in (100, 10_000))
-    state = many["client_state_mb"] - few["client_state_mb"]
-    assert state > 290  # of 7850 parameters each
-    assert many["peak_memory_mb"] - few["peak_memory_mb"] < 1.3 * state
+    state_mb = many["client_state_mb"] - few["client_state_mb"]
+    assert state_mb > 290  # of 7850 parameters each
+    assert many["peak_memory_mb"] - few["peak_memory_mb"] < 1.3 * state_mb

@@ -1,5 +1,5 @@
-"""A GPU day: items crash, hang and lack things without ending it, calls go on where the last one stopped, and all of it
-is rehearsed on the CPU. No timing is asserted but that minutes are kept."""
+"""A GPU day: items that crash, hang or lack something do not end it, a call continues where the last one stopped, and
+all of it is rehearsed on the CPU. The only timing that is asserted is that a call keeps to its minutes."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ from benchmarks.gpu.items import Item, Results, latest, read
 from benchmarks.gpu.workers import Call, Clock
 
 ROOT = Path(__file__).parents[2]
-NOT_THERE = ("tyro", "tensorflow_datasets", "tensorflow", "array_record")
+MISSING_MODULES = ("tyro", "tensorflow_datasets", "tensorflow", "array_record")
 
 
 def work_off(folder, items, seconds=60.0, *, shared=False, workers=1, **options):
@@ -29,23 +29,27 @@ def work_off(folder, items, seconds=60.0, *, shared=False, workers=1, **options)
     return latest(results.lines)
 
 
-def named(name, work, seconds=1.0, **options):
+def item_of(name, work, seconds=1.0, **options):
     return Item(name, work, options, seconds)
 
 
 def test_a_crash_is_a_result_and_the_next_item_runs(tmp_path):
-    items = [named("first", gpu_items.crash), named("second", gpu_items.square, x=3), named("third", gpu_items.fail)]
-    known = work_off(tmp_path, items, shared=True)
-    assert known["first"]["status"] == "failed"
-    assert known["first"]["error"].splitlines()[-1] == "the process was ended by SIGABRT"
-    assert "a check failed" in known["first"]["error"]
-    assert (known["second"]["status"], known["second"]["square"]) == ("ok", 9)
-    assert known["third"]["error"].endswith("of which this is the last")
+    items = [
+        item_of("first", gpu_items.crash),
+        item_of("second", gpu_items.square, x=3),
+        item_of("third", gpu_items.fail),
+    ]
+    results = work_off(tmp_path, items, shared=True)
+    assert results["first"]["status"] == "failed"
+    assert results["first"]["error"].splitlines()[-1] == "the process was ended by SIGABRT"
+    assert "a check failed" in results["first"]["error"]
+    assert (results["second"]["status"], results["second"]["square"]) == ("ok", 9)
+    assert results["third"]["error"].endswith("of which this is the last")
 
 
 @pytest.mark.thorough
-def test_failures_are_tried_again_only_when_asked_and_what_was_lacking_always(tmp_path):
-    items = [named("fails", gpu_items.fail), named("lacks", gpu_items.lack, file=str(tmp_path / "data"))]
+def test_failed_items_are_retried_on_request_and_left_out_items_always(tmp_path):
+    items = [item_of("fails", gpu_items.fail), item_of("lacks", gpu_items.lack, file=str(tmp_path / "data"))]
     assert work_off(tmp_path, items, shared=True)["lacks"]["reason"] == "there is no data"
     (tmp_path / "data").touch()
     assert work_off(tmp_path, items, shared=True)["lacks"]["status"] == "ok"
@@ -55,33 +59,33 @@ def test_failures_are_tried_again_only_when_asked_and_what_was_lacking_always(tm
 
 
 @pytest.mark.thorough
-def test_a_call_ends_before_its_minutes_are_over_and_the_next_one_goes_on(tmp_path):
+def test_a_call_ends_before_its_minutes_are_over_and_leaves_items_for_the_next(tmp_path):
     log = tmp_path / "log"
     long = Item("long", gpu_items.sleep, {"log": str(log)}, interruptible=True)
-    items = [named("short", gpu_items.square, x=2), long, named("last", gpu_items.square, 1e6, x=4)]
-    begun = time.monotonic()
-    known = work_off(tmp_path, items, 15.0)
-    assert time.monotonic() - begun < 15.0
-    assert [known[name]["status"] for name in ("short", "long")] == ["ok", "interrupted"]
-    assert "last" not in known
-    assert 0 < float(log.read_text()) < 15  # the seconds that it was told it has
+    items = [item_of("short", gpu_items.square, x=2), long, item_of("last", gpu_items.square, 1e6, x=4)]
+    start = time.monotonic()
+    results = work_off(tmp_path, items, 15.0)
+    assert time.monotonic() - start < 15.0
+    assert [results[name]["status"] for name in ("short", "long")] == ["ok", "interrupted"]
+    assert "last" not in results
+    assert 0 < float(log.read_text()) < 15  # the seconds that the item was given
     assert [item.name for item in Results(tmp_path).unfinished(items)] == ["long", "last"]
 
 
-def test_an_item_that_hangs_has_failed(tmp_path, monkeypatch):
+def test_an_item_that_hangs_is_recorded_as_failed(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.workers.PATIENCE", 0.5)
-    known = work_off(tmp_path, [named("hangs", gpu_items.sleep, 0.1, log=str(tmp_path / "log"))])
-    assert (known["hangs"]["status"], known["hangs"]["error"]) == ("failed", "it took longer than 1 seconds")
+    results = work_off(tmp_path, [item_of("hangs", gpu_items.sleep, 0.1, log=str(tmp_path / "log"))])
+    assert (results["hangs"]["status"], results["hangs"]["error"]) == ("failed", "it took longer than 1 seconds")
 
 
-def test_each_item_has_a_process_and_variables_of_its_own(tmp_path):
+def test_each_item_has_a_process_and_environment_variables_of_its_own(tmp_path):
     flagged = Item("flagged", gpu_items.process, environment={"GPU_DAY_FLAG": "on"}, together=True)
-    known = work_off(tmp_path, [Item("plain", gpu_items.process, together=True), flagged], workers=2)
-    assert (known["plain"]["flag"], known["flagged"]["flag"]) == (None, "on")
-    assert len({os.getpid(), known["plain"]["pid"], known["flagged"]["pid"]}) == 3
+    results = work_off(tmp_path, [Item("plain", gpu_items.process, together=True), flagged], workers=2)
+    assert (results["plain"]["flag"], results["flagged"]["flag"]) == (None, "on")
+    assert len({os.getpid(), results["plain"]["pid"], results["flagged"]["pid"]}) == 3
 
 
-def test_a_line_that_was_cut_short_is_forgotten(tmp_path):
+def test_a_line_of_results_that_was_cut_short_is_ignored(tmp_path):
     Results(tmp_path).add({"name": "one", "status": "ok"})
     with open(tmp_path / "results.jsonl", "a") as file:
         file.write('{"name": "tw')
@@ -91,22 +95,22 @@ def test_a_line_that_was_cut_short_is_forgotten(tmp_path):
 
 
 def test_names_of_items_are_unique():
-    for made in (works.items(False), speed.items(False), papers.items(False, None, Path("runs"), [])):
-        assert len({item.name for item in made}) == len(made)
+    for items in (works.items(False), speed.items(False), papers.items(False, None, Path("runs"), [])):
+        assert len({item.name for item in items}) == len(items)
 
 
 def test_the_papers_runs_have_the_presets_settings():
-    runs, gela, _ = papers.groups("P5C2")
-    fedmr = runs["fedmr P5C2, all rivals"]
+    fedmr_runs, fedgela_runs, _ = papers.groups("P5C2")
+    fedmr = fedmr_runs["fedmr P5C2, all rivals"]
     assert (fedmr["clients"], fedmr["rounds"], fedmr["batch_size"], fedmr["mu1"], fedmr["negatives"]) == (
         5, 100, 128, 0.01, "all",
     )  # fmt: skip
-    plain = gela["fedavg P5C2, two layers"]
-    assert (plain["dataset"], plain["clients"], plain["neck"], plain["batch_size"]) == ("fashion_mnist", 5, 2, 100)
+    fedavg = fedgela_runs["fedavg P5C2, two layers"]
+    assert (fedavg["dataset"], fedavg["clients"], fedavg["neck"], fedavg["batch_size"]) == ("fashion_mnist", 5, 2, 100)
     assert papers.printed("P5C2", "fedmr") == 75.51
 
 
-def test_part_three_takes_the_lanes_that_part_two_measured():
+def test_part_three_takes_the_lanes_that_part_two_measured_as_fastest():
     line = {"status": "ok", "workload": "w3", "precision": "tf32", "form": None, "method": "fedavg"}
     measured = [line | {"lanes": 1, "median_s": 2.0}, line | {"lanes": 10, "median_s": 1.0}]
     assert [papers.best_lanes(results) for results in ([], measured)] == [1, 10]
@@ -120,32 +124,32 @@ def rehearsed(tmp_path_factory):
     labels = np.arange(400, dtype=np.uint8) % 10
     images = rng.integers(0, 256, (400, 28, 28, 1), np.uint8)
     np.savez(folder / "fashion_mnist.npz", x_train=images, y_train=labels, x_test=images[:40], y_test=labels[:40])
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({NOT_THERE}))\n")
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({MISSING_MODULES}))\n")
     paths = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     for part in (1, 2, 3):
         command = [sys.executable, "-m", "benchmarks.gpu", f"--part={part}", f"--out={folder}", "--rehearse", "--page"]
-        done = subprocess.run(
+        completed = subprocess.run(
             [*command, f"--data-dir={folder}"], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths},
             capture_output=True, text=True,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert completed.returncode == 0, completed.stdout + completed.stderr
     return folder
 
 
 @pytest.mark.slow
 def test_all_parts_run_without_tyro_and_tensorflow(rehearsed):
-    known = latest(read(rehearsed / "results.jsonl"))
-    assert {line.get("part") for line in known.values()} == {1, 2, 3}
-    wrong = {name: line for name, line in known.items() if line["status"] not in ("ok", "machine")}
+    results = latest(read(rehearsed / "results.jsonl"))
+    assert {line.get("part") for line in results.values()} == {1, 2, 3}
+    failures = {name: line for name, line in results.items() if line["status"] not in ("ok", "machine")}
     if importlib.util.find_spec("torch"):
-        assert not wrong
+        assert not failures
     else:
-        assert {name.split()[0] for name in wrong} == {"torch"}
-        assert {line["reason"] for line in wrong.values()} == {"PyTorch is not installed"}
+        assert {name.split()[0] for name in failures} == {"torch"}
+        assert {line["reason"] for line in failures.values()} == {"PyTorch is not installed"}
 
 
 @pytest.mark.slow
-def test_a_rehearsed_part_has_nothing_left(rehearsed, capsys):
+def test_a_rehearsed_part_has_no_items_left(rehearsed, capsys):
     before = (rehearsed / "results.jsonl").read_text()
     assert main(["--part=1", f"--out={rehearsed}", "--rehearse"]) == 0
     added = (rehearsed / "results.jsonl").read_text().removeprefix(before).splitlines()
@@ -154,16 +158,16 @@ def test_a_rehearsed_part_has_nothing_left(rehearsed, capsys):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_same_losses(rehearsed):
+def test_a_killed_run_continues_with_the_same_losses(rehearsed):
     line = latest(read(rehearsed / "results.jsonl"))["killed and resumed"]
     assert (line["loss_difference"], line["rounds"]) == (0.0, 6)
     assert line["killed_after"] >= 2
 
 
 @pytest.mark.slow
-def test_the_papers_runs_stop_and_go_on_at_their_stages(rehearsed):
-    known = latest(read(rehearsed / "results.jsonl"))
-    stages = [known[f"fedmr P10C2, to round {stage}"] for stage in (1, 3)]
+def test_the_papers_runs_stop_and_continue_at_their_stages(rehearsed):
+    results = latest(read(rehearsed / "results.jsonl"))
+    stages = [results[f"fedmr P10C2, to round {stage}"] for stage in (1, 3)]
     assert [line["rounds"] for line in stages] == [1, 3]
     assert stages[1]["ga_curve"][:1] == stages[0]["ga_curve"]
     assert stages[1]["printed_ga_pct"] == 74.97
@@ -172,7 +176,7 @@ def test_the_papers_runs_stop_and_go_on_at_their_stages(rehearsed):
 @pytest.mark.slow
 def test_the_page_shows_the_results(rehearsed):
     text = (rehearsed / "gpu.md").read_text()
-    for words in (
+    for fragment in (
         "## Does it work",
         "| fedmr | yes |",
         "## How fast is it",
@@ -180,7 +184,7 @@ def test_the_page_shows_the_results(rehearsed):
         "| PFLlib | fedavg |",
         "| fedmr P10C2 |",
     ):
-        assert words in text
+        assert fragment in text
     assert "A rehearsal on a CPU" in text
     assert "Not measured yet" not in text
 
@@ -194,10 +198,10 @@ def test_the_page_says_so_where_nothing_was_measured():
 
 
 @pytest.mark.thorough
-def test_the_engine_and_the_benchmarks_import_without_the_command_line_library_and_data_sets():
+def test_engine_and_benchmarks_import_without_tyro_and_data_set_libraries():
     code = f"""
 import importlib, pkgutil, sys
-sys.modules.update(dict.fromkeys({NOT_THERE}))
+sys.modules.update(dict.fromkeys({MISSING_MODULES}))
 import benchmarks, fedjax_pcdd.engine
 needs_torch = ("torch_loop", "torch_models", "torch_vmap")
 for package in (benchmarks, fedjax_pcdd.engine):
@@ -206,5 +210,5 @@ for package in (benchmarks, fedjax_pcdd.engine):
             importlib.import_module(module.name)
 import benchmarks.gpu.__main__, fedjax_pcdd.api
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 0, completed.stderr

@@ -1,4 +1,4 @@
-"""What the command line says of a run's settings before it trains."""
+"""Warnings of the command line about a run's settings before it trains."""
 
 import pytest
 
@@ -17,34 +17,35 @@ def _nothing_is_trained(monkeypatch):
     monkeypatch.setattr(loop.Runs, "train", refuse)
 
 
-def said(tmp_path, capsys, **options):
+def advice_on(tmp_path, capsys, **options):
+    """What the command writes to stderr about a run before it trains."""
     arguments = [f"{flag(name)}={value}" for name, value in (SMALL | options).items()]
     assert main([*arguments, f"--run-dir={tmp_path / 'run'}"]) == 130
-    *advice, stopped = capsys.readouterr().err.splitlines(keepends=True)
-    assert stopped.startswith("stopped")
-    return "".join(advice)
+    *lines, last_line = capsys.readouterr().err.splitlines(keepends=True)
+    assert last_line.startswith("stopped")
+    return "".join(lines)
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc"])
 def test_momentum_is_advised_against_before_training(tmp_path, capsys, method):
-    text = said(tmp_path, capsys, method=method, momentum=0.9, step_normaliser="steps")
+    text = advice_on(tmp_path, capsys, method=method, momentum=0.9, step_normaliser="steps")
     assert text.startswith("warning: ")
     assert "--step-normaliser=auto" in text
     assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc"])
-def test_the_defaults_count_momentum(tmp_path, capsys, method):
-    assert said(tmp_path, capsys, method=method, momentum=0.9) == ""
+def test_the_default_step_normaliser_takes_account_of_momentum(tmp_path, capsys, method):
+    assert advice_on(tmp_path, capsys, method=method, momentum=0.9) == ""
 
 
 def test_momentum_without_clipping_is_advised_against(tmp_path, capsys):
-    assert "--grad-clip=10" in said(tmp_path, capsys, method="scaffold", momentum=0.9, grad_clip="none")
+    assert "--grad-clip=10" in advice_on(tmp_path, capsys, method="scaffold", momentum=0.9, grad_clip="none")
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc"])
-def test_adam_has_no_momentum_to_advise_against_but_is_no_sgd(tmp_path, capsys, method):
-    text = said(tmp_path, capsys, method=method, optimizer="adam", momentum=0.9)
+def test_adam_is_advised_against_as_an_optimizer_and_not_for_momentum(tmp_path, capsys, method):
+    text = advice_on(tmp_path, capsys, method=method, optimizer="adam", momentum=0.9)
     assert "with --optimizer=adam they are not" in text
     assert "--optimizer=sgd" in text
     assert "momentum" not in text
@@ -54,15 +55,15 @@ def test_adam_has_no_momentum_to_advise_against_but_is_no_sgd(tmp_path, capsys, 
     ("method", "remedy", "options"),
     [("fedlc", "--counted=global", {}), ("fedgela", "--denominator=all", {"denominator": "present"})],
 )
-def test_one_class_clients_are_said_where_their_loss_has_no_gradient(tmp_path, capsys, method, remedy, options):
-    split = {"partition": "pcdd", "clients": 10, "classes_per_client": 1}
-    text = said(tmp_path, capsys, method=method, **split, **options)
+def test_one_class_clients_are_reported_where_their_loss_has_no_gradient(tmp_path, capsys, method, remedy, options):
+    partition = {"partition": "pcdd", "clients": 10, "classes_per_client": 1}
+    text = advice_on(tmp_path, capsys, method=method, **partition, **options)
     assert "10 clients have one class" in text
     assert remedy in text
 
 
-def test_dynamic_regularisation_of_strength_zero_is_said(tmp_path, capsys):
-    assert "--alpha" in said(tmp_path, capsys, method="feddyn", alpha=0.0)
+def test_dynamic_regularisation_of_strength_zero_is_reported(tmp_path, capsys):
+    assert "--alpha" in advice_on(tmp_path, capsys, method="feddyn", alpha=0.0)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +74,12 @@ def test_dynamic_regularisation_of_strength_zero_is_said(tmp_path, capsys):
     ],
     ids=["two momenta", "heavy features"],
 )
-def test_a_reading_that_ended_at_chance_is_not_silent(tmp_path, capsys, options, remedy):
-    assert remedy in said(tmp_path, capsys, **options)
+def test_settings_that_ended_at_chance_level_are_warned_about(tmp_path, capsys, options, remedy):
+    assert remedy in advice_on(tmp_path, capsys, **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "unread"),
+    ("options", "ignored"),
     [
         ({"partition": "iid", "beta": 1.0, "min_samples": 10}, "--beta=1"),
         ({"beta": 0.5, "classes_per_client": 3}, "--classes-per-client=3"),
@@ -87,9 +88,9 @@ def test_a_reading_that_ended_at_chance_is_not_silent(tmp_path, capsys, options,
         ({"partition": "iid", "min_samples": 10, "retry": False}, "--retry=0"),
     ],
 )
-def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, capsys, options, unread):
-    text = said(tmp_path, capsys, **options)
-    assert text == f"warning: {unread} has no effect with --partition={options.get('partition', 'dirichlet')}.\n"
+def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, capsys, options, ignored):
+    text = advice_on(tmp_path, capsys, **options)
+    assert text == f"warning: {ignored} has no effect with --partition={options.get('partition', 'dirichlet')}.\n"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +109,8 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
         ({"method": "feddf", "public_batch": 64}, "--public-batch=64 has no effect with --method=feddf."),
     ],
 )
-def test_an_option_of_another_option_is_said_to_have_no_effect(tmp_path, capsys, options, sentence):
-    assert sentence in said(tmp_path, capsys, **options)
+def test_an_option_that_another_option_disables_is_said_to_have_no_effect(tmp_path, capsys, options, sentence):
+    assert sentence in advice_on(tmp_path, capsys, **options)
 
 
 @pytest.mark.thorough
@@ -122,27 +123,27 @@ def test_an_option_of_another_option_is_said_to_have_no_effect(tmp_path, capsys,
         {"track": "angles", "track_every": 2, "track_local": False},
     ],
 )
-def test_an_option_that_is_looked_at_is_not(tmp_path, capsys, options):
-    assert "no effect" not in said(tmp_path, capsys, **options)
+def test_an_option_that_is_used_is_not_said_to_have_no_effect(tmp_path, capsys, options):
+    assert "no effect" not in advice_on(tmp_path, capsys, **options)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("bn", ["local", "local-layers", "group"])
-def test_an_option_about_norms_that_the_model_has_not_is_said_to_have_no_effect(tmp_path, capsys, bn):
+def test_bn_is_said_to_have_no_effect_on_a_model_without_such_norms(tmp_path, capsys, bn):
     sentence = f"warning: --bn={bn} has no effect: the model has no such norms.\n"
-    assert said(tmp_path / "without", capsys, model="mlp", bn=bn) == sentence
-    assert said(tmp_path / "with", capsys, model="resnet8_stride2", bn=bn) == ""
+    assert advice_on(tmp_path / "without", capsys, model="mlp", bn=bn) == sentence
+    assert advice_on(tmp_path / "with", capsys, model="resnet8_stride2", bn=bn) == ""
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedgela", "fedrod"])
-def test_personal_answers_in_the_ga_of_own_layers_are_said(tmp_path, capsys, method):
-    assert "ga_server_average" in said(tmp_path, capsys, method=method, model="resnet8_stride2", bn="local-layers")
+def test_local_layers_are_said_to_make_ga_a_mean_of_personal_answers(tmp_path, capsys, method):
+    assert "ga_server_average" in advice_on(tmp_path, capsys, method=method, model="resnet8_stride2", bn="local-layers")
 
 
-def test_a_quiet_run_advises_nothing(tmp_path, capsys):
-    assert said(tmp_path, capsys, method="scaffold", momentum=0.9, step_normaliser="steps", quiet=True) == ""
+def test_a_quiet_run_prints_no_advice(tmp_path, capsys):
+    assert advice_on(tmp_path, capsys, method="scaffold", momentum=0.9, step_normaliser="steps", quiet=True) == ""
 
 
 def test_good_settings_need_no_advice(tmp_path, capsys):
-    assert said(tmp_path, capsys, method="scaffold", momentum=0.0) == ""
+    assert advice_on(tmp_path, capsys, method="scaffold", momentum=0.0) == ""

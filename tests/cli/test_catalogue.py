@@ -1,4 +1,4 @@
-"""The table of methods: what is sent and kept, counted from the program."""
+"""The table of methods: numbers that are sent, kept and held, counted from the program."""
 
 from pathlib import Path
 
@@ -18,9 +18,9 @@ HEAD = C * D + C
 GENERATOR = (32 + C) * 256 + 256 + 4 * 256 + 256 * D + D  # two layers, batch norm with statistics
 
 
-def counted(name, public=PUBLIC, **hyper) -> Traffic:
-    plain = models.build("mlp", num_classes=C, image_shape=SHAPE)
-    return traffic(get(name)(**hyper), plain, SHAPE, public)
+def counted_traffic(name, public=PUBLIC, **hyper) -> Traffic:
+    model = models.build("mlp", num_classes=C, image_shape=SHAPE)
+    return traffic(get(name)(**hyper), model, SHAPE, public)
 
 
 @pytest.mark.thorough
@@ -39,40 +39,40 @@ def counted(name, public=PUBLIC, **hyper) -> Traffic:
         ("fedmd", 5000 * C, 5000 * C, P),
     ],
 )
-def test_traffic_is_that_of_the_equations(name, down, up, client):
-    found = counted(name)
-    assert (found.down, found.up, found.client) == (down, up, client)
+def test_traffic_agrees_with_the_equations(name, down, up, client):
+    sizes = counted_traffic(name)
+    assert (sizes.down, sizes.up, sizes.client) == (down, up, client)
 
 
 @pytest.mark.parametrize(("name", "held"), [("fedavg", P), ("fedprox", 2 * P), ("feddyn", 3 * P), ("scaffold", 4 * P)])
-def test_a_client_holds_what_the_equations_need(name, held):
-    assert counted(name).held == held
+def test_a_client_holds_the_numbers_that_the_equations_need(name, held):
+    assert counted_traffic(name).held == held
 
 
-def test_of_public_images_as_many_count_as_there_are():
-    sizes = counted("fedmatch", public=96)
+def test_traffic_counts_as_many_public_images_as_there_are():
+    sizes = counted_traffic("fedmatch", public=96)
     assert (sizes.down, sizes.up) == (2 * 96 * C, 96 * C)
     assert [in_words(count, sizes, C) for count in (sizes.down, sizes.up)] == ["2 N C", "N C"]
 
 
-def test_of_an_exchange_every_helper_and_averaged_models_count():
-    sizes = counted("fedmatch", public=96, helpers=5)
+def test_traffic_of_an_exchange_counts_every_helper_and_averaged_models():
+    sizes = counted_traffic("fedmatch", public=96, helpers=5)
     assert (sizes.down, sizes.up) == (5 * 96 * C, 96 * C)
-    sizes = counted("fedmd", public=96, average="trained")
+    sizes = counted_traffic("fedmd", public=96, average="trained")
     assert (sizes.down, sizes.up) == (96 * C + P, 96 * C + P)
 
 
-def test_logits_that_a_server_with_the_models_makes_are_not_sent():
-    assert counted("feddf").up == P
-    assert counted("feddf+prototypes").up == P + C * D + C
+def test_logits_that_the_server_computes_from_models_are_not_sent():
+    assert counted_traffic("feddf").up == P
+    assert counted_traffic("feddf+prototypes").up == P + C * D + C
 
 
 @pytest.mark.thorough
-def test_an_option_changes_the_count():
-    assert counted("fedgela", layers=2).model > counted("fedgela", layers=0).model
+def test_a_hyper_parameter_changes_the_count():
+    assert counted_traffic("fedgela", layers=2).model > counted_traffic("fedgela", layers=0).model
 
 
-def test_sums_are_put_in_words():
+def test_counts_are_written_as_sums_of_symbols():
     sizes = Traffic(0, 0, 0, 0, model=1000, head=84, features=8)
     assert in_words(2083, sizes, 10) == "2P + 83"
     assert in_words(1080, sizes, 10) == "P + C D"
@@ -84,17 +84,17 @@ def test_readme_and_command_line_show_all_methods_with_their_counts(capsys):
     assert block[0] == f"<!-- methods -->\n{markdown(rows())}<!-- /methods -->"
     assert not any("?" in row for row in rows())
     assert main(["--list-methods"]) == 0
-    shown = capsys.readouterr().out
-    assert all(row.name in shown and row.up in shown for row in rows())
+    output = capsys.readouterr().out
+    assert all(row.name in output and row.up in output for row in rows())
 
 
 @pytest.mark.thorough
 def test_committed_counts_are_those_of_the_program():
-    """A few of them; all are written by one command."""
-    plain = models.build("mlp", num_classes=10, image_shape=(28, 28, 1))
-    known = {row.name: row for row in rows()}
+    """For a few methods; one command writes the counts of all."""
+    model = models.build("mlp", num_classes=10, image_shape=(28, 28, 1))
+    committed = {row.name: row for row in rows()}
     for name in ("fedgela", "feddc", "fccl"):
-        found = traffic(METHODS[name](), plain, (28, 28, 1))
-        row = known[name]
-        words = [in_words(getattr(found, key), found, 10) for key in ("down", "up", "client", "held")]
+        sizes = traffic(METHODS[name](), model, (28, 28, 1))
+        row = committed[name]
+        words = [in_words(getattr(sizes, key), sizes, 10) for key in ("down", "up", "client", "held")]
         assert words == [row.down, row.up, row.client, row.held]

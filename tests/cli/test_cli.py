@@ -1,4 +1,4 @@
-"""The command line: what it accepts, how it refuses, presets, and continued runs."""
+"""The command line: options that it accepts and refuses, presets, and continued runs."""
 
 import io
 import os
@@ -31,11 +31,11 @@ from fedjax_pcdd.training.presets import preset_values, read_preset
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
-    """A runner that notes what it was asked to run; the working folder is empty."""
-    noted = []
-    monkeypatch.setattr(api_runs, "run", lambda config, method, *_, **__: noted.append((config, method)) or {})
+    """The runs that the command asked for, as (config, method), none of which is run; the working folder is empty."""
+    requested = []
+    monkeypatch.setattr(api_runs, "run", lambda config, method, *_, **__: requested.append((config, method)) or {})
     monkeypatch.chdir(tmp_path)
-    return noted
+    return requested
 
 
 def parse(*argv):
@@ -57,12 +57,12 @@ def test_without_arguments_fedavg_runs_on_digits(runs):
     assert (config.method, config.dataset, method) == ("fedavg", "digits", METHODS["fedavg"]())
 
 
-def test_the_run_folder_is_settled_before_the_run(runs):
+def test_the_run_folder_is_chosen_before_the_run(runs):
     main(["--quiet"])
     assert runs[0][0].run_dir == Path("runs/fedavg-digits-dirichlet0.1-s0")
 
 
-def test_what_the_package_warns_of_is_a_line_and_others_name_their_place():
+def test_a_warning_of_the_package_is_one_line_and_others_name_file_and_line():
     lines = []
 
     def work(argv):
@@ -70,13 +70,13 @@ def test_what_the_package_warns_of_is_a_line_and_others_name_their_place():
         for file in (messages.__file__, "/elsewhere.py"):
             lines.append(warnings.formatwarning("`lanes` are few.", UserWarning, file, 7))
 
-    before = warnings.formatwarning
+    original = warnings.formatwarning
     assert messages.guarded(work, ["--lanes=2"]) == 0
     assert lines == ["--lanes are few.\n", "/elsewhere.py:7: UserWarning: `lanes` are few.\n"]
-    assert warnings.formatwarning is before
+    assert warnings.formatwarning is original
 
 
-def test_a_reader_that_has_seen_enough_gets_no_traceback(monkeypatch, capfd):
+def test_a_closed_pipe_on_stdout_causes_no_traceback(monkeypatch, capfd):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as out:
@@ -85,7 +85,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_the_name_of_a_folder_that_is_no_text_is_printed_as_it_is(monkeypatch):
+def test_a_folder_name_that_is_not_utf8_is_printed_unchanged(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), "utf-8")
     monkeypatch.setattr(sys, "stdout", out)
     assert messages.guarded(lambda _: print(os.fsdecode(b"runs/\xff")), []) == 0
@@ -93,7 +93,7 @@ def test_the_name_of_a_folder_that_is_no_text_is_printed_as_it_is(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "written"),
+    ("script", "command"),
     [
         ("/checkout/experiments/sweep.py", "python experiments/run.py"),
         ("/mine/train.py", "fedjax-pcdd run"),
@@ -101,12 +101,12 @@ def test_the_name_of_a_folder_that_is_no_text_is_printed_as_it_is(monkeypatch):
         ("/experiments/fedjax-pcdd", "fedjax-pcdd run"),
     ],
 )
-def test_a_command_is_written_as_it_was_called(monkeypatch, script, written):
+def test_messages_name_a_command_as_it_was_called(monkeypatch, script, command):
     monkeypatch.setattr(sys, "argv", [script])
-    assert messages.invocation("run") == written
+    assert messages.invocation("run") == command
 
 
-def test_an_interrupt_without_words_says_that_the_command_continues(capsys):
+def test_an_interrupt_without_a_message_says_that_the_command_continues(capsys):
     def work(argv):
         raise KeyboardInterrupt
 
@@ -114,7 +114,7 @@ def test_an_interrupt_without_words_says_that_the_command_continues(capsys):
     assert capsys.readouterr().err == "stopped; the same command continues.\n"
 
 
-def test_an_error_of_the_system_that_names_no_file_is_no_sentence_about_one():
+def test_an_os_error_that_names_no_file_is_raised():
     def work(argv):
         raise OSError(12, "Cannot allocate memory")
 
@@ -122,7 +122,7 @@ def test_an_error_of_the_system_that_names_no_file_is_no_sentence_about_one():
         messages.guarded(work, [])
 
 
-def test_run_options_and_hyperparameters_stand_side_by_side():
+def test_run_options_and_hyperparameters_can_be_mixed():
     config, method = parse("--method=fedmr", "--beta=0.5", "--mu1=0.2")
     assert (config.beta, method) == (0.5, FedMR(mu1=0.2))
 
@@ -137,7 +137,7 @@ def test_run_options_and_hyperparameters_stand_side_by_side():
         ["--batch-size=3", "--batch-size=7"],
     ],
 )
-def test_spellings_of_one_option(argv):
+def test_an_option_can_be_spelled_in_several_ways(argv):
     assert parse(*argv)[0].batch_size == 7
 
 
@@ -145,7 +145,7 @@ def test_spellings_of_one_option(argv):
     ("argv", "value"),
     [(["--quiet"], True), (["--no-quiet"], False), (["--quiet=true"], True), (["--quiet=False"], False)],
 )
-def test_spellings_of_a_switch(argv, value):
+def test_a_switch_can_be_spelled_in_several_ways(argv, value):
     assert parse(*argv)[0].quiet is value
 
 
@@ -168,15 +168,15 @@ def test_a_switch_takes_no_following_word():
     ],
 )
 def test_values_get_their_types(argument, field, value):
-    found = getattr(parse(argument)[0], field)
-    assert (found, type(found)) == (value, type(value))
+    parsed = getattr(parse(argument)[0], field)
+    assert (parsed, type(parsed)) == (value, type(value))
 
 
 def test_a_file_may_have_a_comma_in_its_name():
     assert parse("--partition=lists,mine.npz")[0].partition == "lists,mine.npz"
 
 
-def test_a_server_optimizer_elsewhere_than_on_the_command_line_is_refused_and_none_needs_no_method(capsys):
+def test_server_optimizer_is_for_the_command_line_alone_and_may_be_none(capsys):
     with pytest.raises(UserError, match=r"is written as a suffix here: method=fedavg\+adam"):
         options.configure({"server_optimizer": "adam"})
     assert parse("--preset=fedgela/table3", "--split=isic2019-natural", "--server-optimizer=none")[0].method == "fedavg"
@@ -185,16 +185,16 @@ def test_a_server_optimizer_elsewhere_than_on_the_command_line_is_refused_and_no
 
 
 def test_a_server_optimizer_is_another_way_to_write_a_suffix():
-    for given, written in [
+    for argv, name in [
         (["--server-optimizer=adam"], "fedavg+adam"),
         (["--method=fedgela", "--server-optimizer=yogi", "--server-lr=0.1"], "fedgela+yogi"),
         (["--method=fedgela", "--server-optimizer=none"], "fedgela"),
         (["--server-optimizer=ADAM"], "fedavg+adam"),
         (["--preset=fedmr/table1", "--split=P5C2", "--method=FedMR", "--server-optimizer", "avgm"], "fedmr+avgm"),
     ]:
-        config, method = parse(*given)
-        assert config.method == written
-        assert type(method) is methods.get(written)
+        config, method = parse(*argv)
+        assert config.method == name
+        assert type(method) is methods.get(name)
 
 
 @pytest.mark.parametrize(
@@ -277,10 +277,10 @@ def test_an_interrupt_says_how_to_continue(runs, capsys, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_help_shows_every_option_of_the_method(capsys, method):
     assert main([f"--method={method}", "--help"]) == 0
-    shown = capsys.readouterr().out.replace(",", " ")
-    assert "`" not in shown  # fields stand as options
+    help_text = capsys.readouterr().out.replace(",", " ")
+    assert "`" not in help_text  # fields are written as options
     options = [*RUN.values(), *options_of(METHODS[method]).values()]
-    assert [option.name for option in options if f"{cli.flag(option.name)} " not in shown] == []
+    assert [option.name for option in options if f"{cli.flag(option.name)} " not in help_text] == []
 
 
 def test_the_help_shows_symbol_bounds_and_default(capsys):
@@ -289,7 +289,7 @@ def test_the_help_shows_symbol_bounds_and_default(capsys):
     assert "mu_2: weight of the inter-class loss [at least 0] (default: 0.0001)" in words
 
 
-def test_the_help_shows_a_default_of_zero_and_lists_without_their_opposite(capsys):
+def test_the_help_shows_a_default_of_zero_and_no_negated_list_option(capsys):
     assert main(["-h"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert words.startswith("usage: ")
@@ -305,33 +305,33 @@ def test_the_help_is_as_wide_as_the_terminal_within_bounds(monkeypatch, columns,
     assert cli.width() == width
 
 
-def test_the_help_says_which_method_it_is_of_and_names_the_others():
-    plain, other = (" ".join(help.help_text(name).split()) for name in ("fedavg", "fedmr"))
-    assert "The method is fedavg (the default), which has no options of its own;" in plain
-    assert "The method is fedmr, whose options are in the last group;" in other
-    for own, text in (("fedavg", plain), ("fedmr", other)):
-        named = text.partition("those of another: ")[2].partition(". ")[0].split(", ")
-        assert named == [name for name in METHODS if name != own]
-    assert plain.count("--batch-size INT") == 1
+def test_the_help_names_its_method_and_all_others():
+    fedavg_help, fedmr_help = (" ".join(help.help_text(name).split()) for name in ("fedavg", "fedmr"))
+    assert "The method is fedavg (the default), which has no options of its own;" in fedavg_help
+    assert "The method is fedmr, whose options are in the last group;" in fedmr_help
+    for method, text in (("fedavg", fedavg_help), ("fedmr", fedmr_help)):
+        other_methods = text.partition("those of another: ")[2].partition(". ")[0].split(", ")
+        assert other_methods == [name for name in METHODS if name != method]
+    assert fedavg_help.count("--batch-size INT") == 1
 
 
 def test_the_help_shows_no_option_of_another_method(capsys):
     main(["--help", "--method", "fedgela"])
-    shown = capsys.readouterr().out
-    assert "--mu1" not in shown
-    assert "fedmr" in shown
+    help_text = capsys.readouterr().out
+    assert "--mu1" not in help_text
+    assert "fedmr" in help_text
 
 
-@pytest.mark.parametrize(("option", "known"), [("methods", METHODS), ("datasets", DATASETS), ("models", MODELS)])
-def test_lists_show_every_name(capsys, monkeypatch, option, known):
+@pytest.mark.parametrize(("option", "registry"), [("methods", METHODS), ("datasets", DATASETS), ("models", MODELS)])
+def test_lists_show_every_name(capsys, monkeypatch, option, registry):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([f"--list-{option}"]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(known)
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(registry)
     assert max(map(len, lines)) <= 80
 
 
-def test_the_method_list_has_a_line_each_with_what_is_sent_and_the_paper(capsys, monkeypatch):
+def test_the_method_list_has_a_line_for_each_method_with_upload_and_paper(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     main(["--list-methods"])
     lines = capsys.readouterr().out.splitlines()
@@ -347,21 +347,21 @@ def test_the_list_of_tasks_names_the_participants(capsys):
     assert [name for name, task in TASKS.items() if ", ".join(task.domains) not in words] == []
 
 
-def test_a_list_that_is_not_asked_for_is_not_shown(runs, capsys):
+def test_a_list_that_is_switched_off_is_not_shown(runs, capsys):
     assert main(["--no-list-methods", "--list-models=false", "--quiet"]) == 0
     assert len(runs) == 1
 
 
-def test_a_paper_is_cut_where_the_line_has_no_room_for_it():
+def test_a_paper_is_cut_to_the_room_in_its_line():
     assert help._cut("abcd efgh", 9) == "abcd efgh"
     assert help._cut("abcd efgh", 8) == "abcd ef…"
     assert help._cut("abcd efgh", 6) == "abcd…"
 
 
-def test_a_command_gets_all_words_beside_its_options():
-    noted = []
-    assert cli.command(ReportOptions, noted.append, ["a", "--output=c", "b"], "fedjax-pcdd report") == 0
-    assert noted == [ReportOptions(runs=(Path("a"), Path("b")), output=Path("c"))]
+def test_a_command_gets_all_positional_arguments():
+    received = []
+    assert cli.command(ReportOptions, received.append, ["a", "--output=c", "b"], "fedjax-pcdd report") == 0
+    assert received == [ReportOptions(runs=(Path("a"), Path("b")), output=Path("c"))]
 
 
 @pytest.mark.parametrize("split", ["P5C2", "P10C2", "P10C3", "P10C5"])
@@ -370,7 +370,7 @@ def test_table_1_of_fedmr_has_the_partition_that_its_split_names(split):
     assert (config.partition, f"P{config.clients}C{config.classes_per_client}") == ("pcdd", split)
 
 
-def test_a_preset_gives_the_tuned_weights():
+def test_a_preset_sets_the_tuned_loss_weights():
     assert parse("--preset=fedmr/table1", "--split=IID", "--method=fedmr")[1] == FedMR(mu1=0.01, mu2=1e-4)
 
 
@@ -381,7 +381,7 @@ def test_options_win_over_the_preset():
     assert (config.beta, config.rounds, method) == (0.3, 50, FedGELA(ew=25.0))
 
 
-def test_a_preset_without_a_split_lists_them(runs, capsys):
+def test_a_preset_without_a_split_lists_its_splits(runs, capsys):
     assert "one of P5C2, P10C2, P10C3, P10C5, IID, svhn-P5C2," in refusal(capsys, "--preset=fedmr/table1")
 
 
@@ -389,7 +389,7 @@ def test_an_unknown_split_is_refused(runs, capsys):
     assert "no split 'P10C4'" in refusal(capsys, "--preset=fedmr/table1", "--split=P10C4")
 
 
-WRITTEN = """
+PRESET = """
 run: {method: fedprox, lr: 0.1, batch-size: 8}
 splits: {a: {lr: 0.2}, b-c: {rounds: 3}}
 methods: {fedprox: {mu: 0.3, momentum: 0.5, splits: {b-c: {mu: 0.4}}}}
@@ -403,14 +403,14 @@ methods: {fedprox: {mu: 0.3, momentum: 0.5, splits: {b-c: {mu: 0.4}}}}
         ("b-c", {"method": "fedprox", "lr": 0.1, "batch_size": 8, "rounds": 3, "mu": 0.4, "momentum": 0.5}),
     ],
 )
-def test_later_parts_of_a_preset_win(tmp_path, split, expected):
-    (tmp_path / "mine.yaml").write_text(WRITTEN)
+def test_more_specific_parts_of_a_preset_win(tmp_path, split, expected):
+    (tmp_path / "mine.yaml").write_text(PRESET)
     assert preset_values(read_preset("mine", tmp_path), "fedprox", split) == expected
 
 
-def test_a_preset_may_fix_the_method(tmp_path):
+def test_a_preset_may_set_the_method(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(WRITTEN)
+    file.write_text(PRESET)
     assert parse(f"--preset={file}", "--split=a")[0].method == "fedprox"
 
 
@@ -436,43 +436,43 @@ def test_a_wrong_preset_is_refused_in_one_sentence(runs, capsys, tmp_path, text,
 
 
 @pytest.fixture
-def recorded(runs, tmp_path):
+def run_folder(runs, tmp_path):
     """A run folder as the runner leaves it."""
     folder = tmp_path / "old"
     folder.mkdir()
-    pair = RunConfig(method="fedmr", lr=0.05, seed=3, run_dir=folder, keep=4), FedMR(mu1=0.2)
-    (folder / "config.yaml").write_text(dump(*pair))
+    config_and_method = RunConfig(method="fedmr", lr=0.05, seed=3, run_dir=folder, keep=4), FedMR(mu1=0.2)
+    (folder / "config.yaml").write_text(dump(*config_and_method))
     return folder
 
 
-def test_a_run_is_repeated_in_a_new_folder(recorded):
-    config, method = parse(f"--preset={recorded}/config.yaml")
+def test_a_run_is_repeated_in_a_new_folder(run_folder):
+    config, method = parse(f"--preset={run_folder}/config.yaml")
     assert (config, method) == (RunConfig(method="fedmr", lr=0.05, seed=3, keep=4), FedMR(mu1=0.2))
 
 
-def test_a_run_is_repeated_with_another_method(recorded):
-    config, method = parse(f"--preset={recorded}/config.yaml", "--method=fedavg")
+def test_a_run_is_repeated_with_another_method(run_folder):
+    config, method = parse(f"--preset={run_folder}/config.yaml", "--method=fedavg")
     assert (config.method, config.lr, method) == ("fedavg", 0.05, METHODS["fedavg"]())
 
 
-def test_a_run_is_continued_in_its_folder_with_its_options(recorded):
-    config, method = parse(f"--resume={recorded}")
-    assert (config.resume, config.run_dir, config.lr, method) == (recorded, recorded, 0.05, FedMR(mu1=0.2))
+def test_a_run_is_continued_in_its_folder_with_its_options(run_folder):
+    config, method = parse(f"--resume={run_folder}")
+    assert (config.resume, config.run_dir, config.lr, method) == (run_folder, run_folder, 0.05, FedMR(mu1=0.2))
 
 
-def test_a_run_whose_folder_was_moved_is_continued_where_it_is_now(recorded, tmp_path):
-    recorded.rename(tmp_path / "new")
+def test_a_run_whose_folder_was_moved_is_continued_where_it_is_now(run_folder, tmp_path):
+    run_folder.rename(tmp_path / "new")
     config, _ = parse(f"--resume={tmp_path / 'new'}")
     assert (config.resume, config.run_dir) == (tmp_path / "new",) * 2
 
 
-def test_what_only_concerns_output_may_change_in_a_continued_run(recorded):
-    config, _ = parse(f"--resume={recorded}", "--quiet", "--keep=9", "--device=cpu", "--lr=0.05", "--method=fedmr")
+def test_a_continued_run_may_change_options_that_affect_no_result(run_folder):
+    config, _ = parse(f"--resume={run_folder}", "--quiet", "--keep=9", "--device=cpu", "--lr=0.05", "--method=fedmr")
     assert (config.quiet, config.keep, config.device) == (True, 9, "cpu")
 
 
-def test_a_continued_run_may_track_what_it_did_not_track_before(recorded):
-    config, _ = parse(f"--resume={recorded}", "--track=spectrum", "--track-every=5", "--no-track-local")
+def test_a_continued_run_may_track_further_quantities(run_folder):
+    config, _ = parse(f"--resume={run_folder}", "--track=spectrum", "--track-every=5", "--no-track-local")
     assert (config.track, config.track_every, config.track_local) == ("spectrum", 5, False)
 
 
@@ -489,29 +489,29 @@ def test_a_continued_run_may_track_what_it_did_not_track_before(recorded):
         (["--run-dir=x"], "--resume continues a run as it was started: drop --run-dir."),
     ],
 )
-def test_a_continued_run_keeps_its_options(recorded, capsys, argv, sentence):
-    assert refusal(capsys, f"--resume={recorded}", *argv).startswith(sentence)
+def test_a_continued_run_refuses_changed_options(run_folder, capsys, argv, sentence):
+    assert refusal(capsys, f"--resume={run_folder}", *argv).startswith(sentence)
 
 
-def test_a_damaged_record_is_refused(recorded, capsys):
-    (recorded / "config.yaml").write_text("lr: [")
-    assert "config.yaml is not valid YAML" in refusal(capsys, f"--resume={recorded}")
+def test_a_damaged_config_of_a_run_is_refused(run_folder, capsys):
+    (run_folder / "config.yaml").write_text("lr: [")
+    assert "config.yaml is not valid YAML" in refusal(capsys, f"--resume={run_folder}")
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_bound_of_a_method_is_enforced(name, runs, capsys):
     for option in options_of(METHODS[name]).values():
-        if option.low is not None:
-            assert f"must be {bounds(option)}" in refusal(
-                capsys, f"--method={name}", f"{cli.flag(option.name)}={int(option.low) - 1}"
-            )
+        limits = ((option.low, -1), (option.above, 0), (option.high, 1), (option.below, 0))
+        for value in [int(limit) + step for limit, step in limits if limit is not None]:
+            sentence = refusal(capsys, f"--method={name}", f"{cli.flag(option.name)}={value}")
+            assert f"must be {bounds(option)}" in sentence
 
 
 @pytest.mark.thorough
-def test_the_script_exits_with_the_code():
+def test_the_script_exits_with_the_code_of_the_command():
     script = Path(__file__).parents[2] / "experiments/run.py"
-    done = subprocess.run([sys.executable, script, "--lr=x"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "--lr takes a number, not 'x'.\n")
+    completed = subprocess.run([sys.executable, script, "--lr=x"], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr) == (2, "--lr takes a number, not 'x'.\n")
 
 
 @pytest.mark.thorough

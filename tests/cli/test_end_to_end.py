@@ -1,4 +1,4 @@
-"""The command line as a user runs it, on the built-in digits; in processes of its own where that is the claim."""
+"""The command line as a user runs it, on the built-in digits; in a separate process where the claim needs one."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ SMALL = ["--rounds=6", "--local-epochs=2", "--lanes=1", "--batch-size=32", "--qu
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a small run; to be copied where it is changed."""
+    """The folder of a small run; a test that changes it works on a copy."""
     folder = tmp_path_factory.mktemp("end_to_end") / "run"
     code, _, err = call_here("--method=fedmr", "--mu2=0.5", *SMALL, f"--run-dir={folder}")
     assert code == 0, err
@@ -22,7 +22,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_readme_line_learns(tmp_path, seed):
+def test_command_of_the_readme_learns(tmp_path, seed):
     folder = tmp_path / "run"
     options = ["--method=fedgela", "--beta=0.1", f"--seed={seed}", "--lanes=1", f"--run-dir={folder}"]
     code, out, err = call(*options, XLA_FLAGS=SHIPPED_FLAGS)
@@ -62,7 +62,7 @@ def test_config_alone_repeats_the_run(tmp_path, trained):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "lanes"),
-    [("feddc", 2), *(pytest.param(*given, marks=pytest.mark.slow) for given in (("fedmr", 1), ("solo", 2)))],
+    [("feddc", 2), *(pytest.param(*values, marks=pytest.mark.slow) for values in (("fedmr", 1), ("solo", 2)))],
 )
 def test_killed_run_resumes_to_the_same_bits(tmp_path, method, lanes):
     common = [f"--method={method}", "--clients=6", "--cohort=4", "--rounds=20", "--fine-tune-epochs=2", *SMALL[1:]]
@@ -73,7 +73,7 @@ def test_killed_run_resumes_to_the_same_bits(tmp_path, method, lanes):
 
 
 @pytest.mark.thorough
-def test_damaged_newest_checkpoint_is_said_and_skipped(tmp_path, trained):
+def test_damaged_newest_checkpoint_is_reported_and_skipped(tmp_path, trained):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     (folder / "summary.json").unlink()
@@ -86,7 +86,7 @@ def test_damaged_newest_checkpoint_is_said_and_skipped(tmp_path, trained):
     assert results(folder) == results(trained)
 
 
-def test_taken_run_folder_is_refused(tmp_path):
+def test_run_folder_of_another_run_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("method: fedavg\n")
     code, _, err = call_here(f"--run-dir={tmp_path}")
     assert code == 2
@@ -111,7 +111,7 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert not list((tmp_path / "run").glob("summary.json"))
 
 
-BAD = {
+MISTAKES = {
     "unknown method": (["--method=fedgella"], "fedgela"),
     "unknown model": (["--model=simple_cn"], "simple_cnn"),
     "unknown data set": (["--dataset=digit"], "digits"),
@@ -128,18 +128,18 @@ BAD = {
 }
 
 if importlib.util.find_spec("wandb") is None:
-    BAD["tracker that is not installed"] = (["--wandb"], "fedjax-pcdd[wandb]")
+    MISTAKES["tracker that is not installed"] = (["--wandb"], "fedjax-pcdd[wandb]")
 
 
-ALONE = {"unknown method", "missing data set", "gpu asked for and absent"}  # each stops at another stage of a run
+OWN_PROCESS = {"unknown method", "missing data set", "gpu asked for and absent"}  # each stops at another stage of a run
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.thorough if case in ALONE else ()) for case in BAD]
+    "case", [pytest.param(case, marks=pytest.mark.thorough if case in OWN_PROCESS else ()) for case in MISTAKES]
 )
-def test_users_mistake_is_one_sentence_and_leaves_nothing(tmp_path, case):
-    options, word = BAD[case]
-    code, _, err = (call if case in ALONE else call_here)(*options, cwd=tmp_path)
+def test_mistake_of_the_user_is_one_sentence_and_writes_no_file(tmp_path, case):
+    options, word = MISTAKES[case]
+    code, _, err = (call if case in OWN_PROCESS else call_here)(*options, cwd=tmp_path)
     assert code == 2
     assert word in err
     assert "Traceback" not in err

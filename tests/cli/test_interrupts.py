@@ -1,4 +1,4 @@
-"""A run that is told to end ends its round, saves it, and says how to go on."""
+"""A run that receives a signal finishes its round, saves it, and says how to continue."""
 
 import os
 import signal
@@ -22,29 +22,29 @@ OPTIONS = [
 
 
 def interrupted(folder, number, *options):
-    """Exit code and stderr of a run that had a signal in the midst of its rounds, and how many rounds it recorded."""
+    """Exit code, stderr and number of recorded rounds of a run that received a signal while it trained."""
     process = start(*OPTIONS, *options, f"--run-dir={folder}")
     wait_for_rounds(process, folder, 4)
     process.send_signal(number)
     sent = time.time()
     _, err = process.communicate(timeout=120)
-    assert time.time() - sent < 60  # 30 for the round, and the end of the process
+    assert time.time() - sent < 60  # 30 for the round, the rest for ending the process
     return process.returncode, err, (folder / "metrics.jsonl").read_bytes().count(b"\n")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_round_saves_it_and_says_how_to_go_on(tmp_path, number, code):
+def test_a_signal_finishes_and_saves_the_round_and_says_how_to_continue(tmp_path, number, code):
     folder = tmp_path / "run"
-    ended, err, rounds = interrupted(folder, number)
-    assert ended == code, err
+    exit_code, err, rounds = interrupted(folder, number)
+    assert exit_code == code, err
     assert err == f"stopped; round {rounds} is saved: continue with --resume={folder}\n"
     assert (folder / "checkpoints" / str(rounds)).is_dir()
     assert not (folder / "lock").exists()
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_after_a_signal_to_the_same_bits(tmp_path):
+def test_a_run_that_continues_after_a_signal_ends_with_the_same_bits(tmp_path):
     options = ["--rounds=60"]
     expected = undisturbed(tmp_path / "whole", *OPTIONS, *options)
     interrupted(tmp_path / "run", signal.SIGTERM, *options)
@@ -52,7 +52,7 @@ def test_a_run_goes_on_after_a_signal_to_the_same_bits(tmp_path):
     assert results(tmp_path / "run") == expected
 
 
-def test_a_signal_outside_of_rounds_ends_at_once():
+def test_a_signal_outside_of_rounds_ends_the_run_at_once():
     with pytest.raises(interrupts.Interrupted) as caught, interrupts.watch(60):
         signal.raise_signal(signal.SIGTERM)
     assert caught.value.code == 143
@@ -69,7 +69,7 @@ def test_a_signal_within_rounds_is_noted_and_a_second_sigint_ends_at_once():
 
 def test_a_signal_after_the_round_was_saved_waits_for_the_next_one():
     with interrupts.watch(60), interrupts.rounds():
-        assert interrupts.pending() is None  # as the checkpoint asks
+        assert interrupts.pending() is None  # as asked when the round is saved
         signal.raise_signal(signal.SIGTERM)
         interrupts.end_after(1)
         assert interrupts.pending() == signal.SIGTERM
@@ -77,7 +77,7 @@ def test_a_signal_after_the_round_was_saved_waits_for_the_next_one():
             interrupts.end_after(2)
 
 
-def test_of_several_processes_a_signal_counts_when_all_know_of_it(monkeypatch):
+def test_with_several_processes_a_signal_counts_once_all_know_of_it(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([0, mine]))
     with interrupts.watch(60), interrupts.rounds():
@@ -91,25 +91,25 @@ def test_of_several_processes_a_signal_counts_when_all_know_of_it(monkeypatch):
     assert interrupts.pending() is None
 
 
-def test_signals_do_afterwards_what_they_did_before():
+def test_signal_handlers_are_restored_afterwards():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with interrupts.watch(60):
         pass
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    assert signal.set_wakeup_fd(-1) == -1  # a signal is written nowhere
+    assert signal.set_wakeup_fd(-1) == -1  # signals are written to no socket any more
 
 
 def test_outside_of_the_main_thread_nothing_is_watched():
-    before, seen = signal.getsignal(signal.SIGTERM), []
+    handler_before, handlers = signal.getsignal(signal.SIGTERM), []
 
     def work():
         with interrupts.watch(60):
-            seen.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [before]
+    assert handlers == [handler_before]
 
 
 def test_a_second_sigterm_waits_for_the_end_of_the_round_too():
@@ -120,16 +120,16 @@ def test_a_second_sigterm_waits_for_the_end_of_the_round_too():
             interrupts.end_after(3 if interrupts.pending() else 0)
 
 
-def test_who_ended_in_time_is_not_ended_later(monkeypatch):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
+def test_a_run_that_ended_in_time_is_not_killed_later(monkeypatch):
+    exit_codes = []
+    monkeypatch.setattr(os, "_exit", exit_codes.append)
     with interrupts.watch(0.1), interrupts.rounds():
         signal.raise_signal(signal.SIGTERM)
     time.sleep(0.4)
-    assert ended == []
+    assert exit_codes == []
 
 
-LONG = """
+ENDLESS_ROUND = """
 import threading
 from fedjax_pcdd.training import interrupts
 with interrupts.watch(0.5, lambda: "last words"), interrupts.rounds():
@@ -141,7 +141,9 @@ with interrupts.watch(0.5, lambda: "last words"), interrupts.rounds():
 
 @pytest.mark.thorough
 def test_a_round_that_does_not_end_in_time_is_given_up():
-    process = subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS_ROUND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "training\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=120)[1] == "last words\n"

@@ -1,4 +1,4 @@
-"""--profile."""
+"""The option --profile."""
 
 import gzip
 import json
@@ -14,9 +14,9 @@ RUN = ("--method=fedavg", "--clients=3", "--local-epochs=1", "--fine-tune-epochs
 
 
 @pytest.mark.thorough
-def test_a_profile_of_later_rounds_opens_and_changes_no_result(tmp_path):
-    for name, *more in (("plain",), ("profiled", "--profile")):
-        assert main([*RUN, "--rounds=3", f"--run-dir={tmp_path / name}", *more]) == 0
+def test_a_profile_of_later_rounds_is_readable_and_changes_no_result(tmp_path):
+    for name, *options in (("plain",), ("profiled", "--profile")):
+        assert main([*RUN, "--rounds=3", f"--run-dir={tmp_path / name}", *options]) == 0
     (trace,) = (tmp_path / "profiled" / "profile").rglob("perfetto_trace.json.gz")
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert list((tmp_path / "profiled" / "profile").rglob("*.xplane.pb"))
@@ -28,7 +28,7 @@ def test_a_profile_of_later_rounds_opens_and_changes_no_result(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_run_of_one_round_has_a_profile_of_nothing(tmp_path):
+def test_a_run_of_one_round_writes_no_profile(tmp_path):
     assert main([*RUN, "--rounds=1", f"--run-dir={tmp_path / 'run'}", "--profile"]) == 0
     assert (tmp_path / "run" / "summary.json").is_file()
     assert not (tmp_path / "run" / "profile").exists()

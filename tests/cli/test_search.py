@@ -1,4 +1,4 @@
-"""Searches: the space, suggestions that do not change by an interruption, what is not run again."""
+"""Searches: their space, suggestions that do not change after an interruption, trials that are not run again."""
 
 import csv
 import math
@@ -21,59 +21,59 @@ SMALL = {
 }  # fmt: skip
 
 
-def tried(count, known=(), **options):
+def made_up_search(count, earlier_results=(), **options):
     """A search whose accuracy is best at lr=0.03 and mu=1, without any training."""
-    results = dict(known)
+    results = dict(earlier_results)
     search = Search(SPACE, results, **options)
     for stage in search.stages(count):
-        for one in stage:
-            accuracy = 0.9 - 0.1 * abs(math.log10(float(one.given["lr"]) / 0.03)) - 0.05 * (one.given["mu"] != "1")
-            results[one.name] = results.get(one.name) or {"ga_best": accuracy + 0.01 * int(one.given["seed"])}
+        for run in stage:
+            accuracy = 0.9 - 0.1 * abs(math.log10(float(run.given["lr"]) / 0.03)) - 0.05 * (run.given["mu"] != "1")
+            results[run.name] = results.get(run.name) or {"ga_best": accuracy + 0.01 * int(run.given["seed"])}
     return search, results
 
 
 def test_an_interrupted_search_makes_the_same_suggestions():
-    whole, results = tried(16)
-    part = {name: result for name, result in results.items() if name < "trial-009"}
-    assert len(part) == 18
-    assert tried(16, part)[0].trials == whole.trials
-    assert tried(16, seed=1)[0].trials != whole.trials
+    uninterrupted, results = made_up_search(16)
+    earlier_results = {name: result for name, result in results.items() if name < "trial-009"}
+    assert len(earlier_results) == 18
+    assert made_up_search(16, earlier_results)[0].trials == uninterrupted.trials
+    assert made_up_search(16, seed=1)[0].trials != uninterrupted.trials
 
 
 @pytest.mark.thorough
 def test_suggestions_stay_within_their_bounds_and_come_nearer_to_the_best():
-    search, _ = tried(40)
+    search, _ = made_up_search(40)
     rates = [float(trial.options["lr"]) for trial in search.trials]
     assert all(0.001 <= rate <= 1 for rate in rates)
     assert {trial.options["local_epochs"] for trial in search.trials} <= set("123456789")
-    far = [abs(math.log10(rate / 0.03)) for rate in rates]
-    assert sum(far[-10:]) < sum(far[:10])
+    distances = [abs(math.log10(rate / 0.03)) for rate in rates]
+    assert sum(distances[-10:]) < sum(distances[:10])
     assert search.best()["mu"] == "1"
 
 
-def test_a_trial_is_a_run_of_every_seed_and_none_is_repeated():
-    search, _ = tried(3)
-    assert [one.name for one in search.trials[0].experiments] == ["trial-000-s0", "trial-000-s1"]
+def test_a_trial_is_a_run_of_every_seed_and_no_trial_is_repeated():
+    search, _ = made_up_search(3)
+    assert [experiment.name for experiment in search.trials[0].experiments] == ["trial-000-s0", "trial-000-s1"]
     finite = Search({"mu": "1,2", "method": "fedprox"}, results := {})
     for stage in finite.stages(20, together=3):
-        results |= {one.name: {"ga_best": 0.5} for one in stage}
+        results |= {experiment.name: {"ga_best": 0.5} for experiment in stage}
     assert sorted(trial.options["mu"] for trial in finite.trials) == ["1", "2"]
 
 
-def test_a_failure_counts_as_nothing():
-    search, results = tried(4)
+def test_a_failed_trial_ranks_last():
+    search, results = made_up_search(4)
     best = search.ranking()[0]
     results[best.experiments[0].name] = results[best.experiments[1].name] = UserError("the loss is not finite")
     assert search.ranking()[-1] == best
 
 
-def test_a_trial_counts_the_mean_over_its_seeds_of_what_is_asked_for_on_the_samples_that_choose():
+def test_a_trial_scores_its_mean_metric_over_seeds_on_the_selecting_samples():
     for select_on, accuracy in (("validation", 0.5), ("test", 0.25)):
-        given = {"method": "fedprox", "mu": "1,2", "seed": "0:2", "validation": "0.2", "select_on": select_on}
-        search = Search(given, results := {}, metric="pa")
-        for seed, one in enumerate(next(search.stages(1))):
-            own = {"pa_best": 0.25 * 2 * seed, "pa_validation_best": 0.25 + seed / 2}
-            results[one.name] = {"ga_best": 1.0, "ga_validation_best": 1.0, **own}
+        space = {"method": "fedprox", "mu": "1,2", "seed": "0:2", "validation": "0.2", "select_on": select_on}
+        search = Search(space, results := {}, metric="pa")
+        for seed, experiment in enumerate(next(search.stages(1))):
+            personal = {"pa_best": 0.25 * 2 * seed, "pa_validation_best": 0.25 + seed / 2}
+            results[experiment.name] = {"ga_best": 1.0, "ga_validation_best": 1.0, **personal}
         assert search.score(search.trials[0]) == accuracy
 
 
@@ -83,7 +83,7 @@ def test_a_trial_counts_the_mean_over_its_seeds_of_what_is_asked_for_on_the_samp
      ("--method=fedavg,moon", "--method is one"), ("--mu=1:2", "--mu belongs to"), ("--lr=0.1,-1", "above 0"),
      ("--run-dir=x", "--sweep-dir"), ("--trials=0", "at least 1")],
 )  # fmt: skip
-def test_mistakes_are_said_before_anything_runs(tmp_path, capsys, argument, words):
+def test_mistakes_are_reported_before_anything_runs(tmp_path, capsys, argument, words):
     assert search_main([argument, f"--sweep-dir={tmp_path / 'search'}"]) == 2
     error = capsys.readouterr().err
     assert words in error
@@ -91,43 +91,43 @@ def test_mistakes_are_said_before_anything_runs(tmp_path, capsys, argument, word
     assert not (tmp_path / "search").exists()
 
 
-def test_without_the_extra_one_sentence_names_it(monkeypatch, capsys):
+def test_without_optuna_one_sentence_names_the_extra_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert search_main(["--lr=0.1:0.2"]) == 2
     assert capsys.readouterr().err == "optuna is missing: pip install 'fedjax-pcdd[search]'.\n"
 
 
 @pytest.mark.thorough
-def test_a_search_is_a_sweep_that_python_reads_and_more_trials_continue(tmp_path, monkeypatch, capsys):
-    folder, words = tmp_path / "search", [f"--{name.replace('_', '-')}={text}" for name, text in SMALL.items()]
-    assert search_main([*words, "--trials=2", f"--sweep-dir={folder}"]) == 0
-    said = capsys.readouterr()
-    assert "best: --lr=0.0" in said.out
-    assert said.err == ""  # chosen on validation samples
+def test_a_search_of_the_command_line_is_continued_from_python(tmp_path, monkeypatch, capsys):
+    folder, argv = tmp_path / "search", [f"--{name.replace('_', '-')}={text}" for name, text in SMALL.items()]
+    assert search_main([*argv, "--trials=2", f"--sweep-dir={folder}"]) == 0
+    captured = capsys.readouterr()
+    assert "best: --lr=0.0" in captured.out
+    assert captured.err == ""  # chosen on validation samples
     rows = list(csv.DictReader((folder / "summary.csv").read_text().splitlines()))
     assert {row["experiment"] for row in rows} == {"trial-000", "trial-001"}
-    ran = []
-    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: ran.append(config.run_dir.name) or {"ga_best": 0.0})
+    trained = []
+    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: trained.append(config.run_dir.name) or {"ga_best": 0.0})
     results = fp.search({**SMALL, "lr": (0.01, 0.1)}, trials=3, folder=folder)
-    assert ran == ["trial-002"]
+    assert trained == ["trial-002"]
     assert results.best == {"lr": rows[0]["lr"]}
     assert len(results.load(results.table()[0]["experiment"])) == 1
     before = sorted(folder.iterdir())
-    assert search_main([*words, "--trials=4", f"--sweep-dir={folder}", "--status"]) == 0
-    shown = capsys.readouterr().out
-    assert "2 done, 0 running, 1 waiting, 0 failed" in shown  # the third is suggested, as nothing was written of it
+    assert search_main([*argv, "--trials=4", f"--sweep-dir={folder}", "--status"]) == 0
+    status = capsys.readouterr().out
+    assert "2 done, 0 running, 1 waiting, 0 failed" in status  # the third is suggested, as nothing was written of it
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_search_on_test_samples_says_so(tmp_path):
+def test_a_search_on_test_samples_warns(tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="trials are chosen on test samples"), pytest.raises(UserError, match="file"):
         fp.search({"lr": (0.1, 0.2)}, folder=tmp_path / "file")
 
 
-def test_what_the_splits_of_a_preset_say_of_selection_counts(tmp_path):
-    run = "run: {dataset: digits}\nsplits: {held: {select_on: validation, validation: 0.2}}"
-    (tmp_path / "own.yaml").write_text(run)
+def test_a_search_selects_on_what_the_split_of_its_preset_says(tmp_path):
+    preset = "run: {dataset: digits}\nsplits: {held: {select_on: validation, validation: 0.2}}"
+    (tmp_path / "own.yaml").write_text(preset)
     search = Search({"method": "fedgela", "preset": str(tmp_path / "own.yaml"), "split": "held", "ew": "1,4"}, {})
     assert (search.chosen_on, search.on_test) == ("validation", False)
 

@@ -1,4 +1,4 @@
-"""Sweeps: the grid, what is run, what is not run again, and the table."""
+"""Sweeps: the grid, which experiments are run and which are not run again, and the table."""
 
 import csv
 import io
@@ -37,19 +37,19 @@ SMALL = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", 
 
 
 def test_grid_gives_options_to_the_methods_that_have_them():
-    found = expand({"method": "fedavg,fedgela", "beta": "0.1,0.5", "seed": "0:2", "ew": "1e3,1e4"})
-    assert len(found) == 2 * 2 + 2 * 2 * 2
-    assert len({e.name for e in found}) == len(found)
-    assert all(("ew" in e.given) == (e.given["method"] == "fedgela") for e in found)
-    assert {e.group for e in found if e.given["method"] == "fedavg"} == {"fedavg-beta=0.1", "fedavg-beta=0.5"}
+    experiments = expand({"method": "fedavg,fedgela", "beta": "0.1,0.5", "seed": "0:2", "ew": "1e3,1e4"})
+    assert len(experiments) == 2 * 2 + 2 * 2 * 2
+    assert len({e.name for e in experiments}) == len(experiments)
+    assert all(("ew" in e.given) == (e.given["method"] == "fedgela") for e in experiments)
+    assert {e.group for e in experiments if e.given["method"] == "fedavg"} == {"fedavg-beta=0.1", "fedavg-beta=0.5"}
 
 
-def test_a_sweep_takes_several_server_optimizers_as_pairs_with_its_methods(tmp_path, capsys):
-    given = ["--method=fedavg,fedgela", "--server-optimizer=none,adam", f"--sweep-dir={tmp_path / 'sweep'}", "--status"]
-    assert sweep_main([*SMALL, *given]) == 0
-    shown = capsys.readouterr().out
-    assert "4 waiting" in shown
-    assert all(name in shown for name in ("fedavg ", "fedavg+adam", "fedgela ", "fedgela+adam"))
+def test_a_sweep_combines_several_server_optimizers_with_its_methods(tmp_path, capsys):
+    argv = ["--method=fedavg,fedgela", "--server-optimizer=none,adam", f"--sweep-dir={tmp_path / 'sweep'}", "--status"]
+    assert sweep_main([*SMALL, *argv]) == 0
+    status = capsys.readouterr().out
+    assert "4 waiting" in status
+    assert all(name in status for name in ("fedavg ", "fedavg+adam", "fedgela ", "fedgela+adam"))
 
 
 def test_experiments_that_would_share_a_folder_are_refused():
@@ -58,10 +58,10 @@ def test_experiments_that_would_share_a_folder_are_refused():
 
 
 def test_a_value_that_is_written_twice_counts_once():
-    found = expand(
+    experiments = expand(
         {"method": "fedprox", "seed": "1,01,+1", "lr": "0.1,0.10,1e-1", "mu": "1,1.0", "partition": "dir,lda"}
     )
-    assert [one.name for one in found] == ["fedprox-s1"]
+    assert [experiment.name for experiment in experiments] == ["fedprox-s1"]
 
 
 def test_an_experiment_whose_folder_would_have_too_long_a_name_is_refused():
@@ -69,45 +69,47 @@ def test_an_experiment_whose_folder_would_have_too_long_a_name_is_refused():
         expand({"method": "fedavg", "dataset": f"{'a' * 230}.npz,digits"})
 
 
-@pytest.mark.parametrize("given", [
+@pytest.mark.parametrize("grid", [
     {"seed": "0:100000000"}, {"rounds": "0:100000000"}, {"seed": "0:60000,60000:120000"},
     {"seed": "0:999", "lr": "1:999"},
 ])  # fmt: skip
-def test_more_than_anybody_runs_is_refused_before_it_is_expanded(given):
+def test_a_grid_of_too_many_experiments_is_refused_before_it_is_expanded(grid):
     with pytest.raises(UserError, match="more than 100000"):
-        expand({"method": "fedavg", **given})
+        expand({"method": "fedavg", **grid})
 
 
 def test_only_numbers_have_ranges():
     assert (values_of("seed", "1:3"), values_of("method", "1:3")) == (["1", "2"], ["1:3"])
 
 
-def test_commas_belong_to_one_value_of_some_hyper_parameters():
-    ditto = expand({"method": "ditto", "lambda_candidates": "0.1,1,2", "seed": "0:2"})
-    assert {one.given["lambda_candidates"] for one in ditto} == {"0.1,1,2"}
-    both = expand({"method": "fedper,fedgela", "layers": "0,1"})
-    assert [one.given["layers"] for one in both] == ["0,1", "0", "1"]
+def test_commas_belong_to_a_single_value_of_some_hyper_parameters():
+    ditto_experiments = expand({"method": "ditto", "lambda_candidates": "0.1,1,2", "seed": "0:2"})
+    assert {experiment.given["lambda_candidates"] for experiment in ditto_experiments} == {"0.1,1,2"}
+    fedper_and_fedgela = expand({"method": "fedper,fedgela", "layers": "0,1"})
+    assert [experiment.given["layers"] for experiment in fedper_and_fedgela] == ["0,1", "0", "1"]
 
 
-def test_a_method_with_a_suffix_has_the_settings_that_a_preset_has_for_it_without():
+def test_a_method_with_a_suffix_has_the_preset_settings_of_the_plain_method():
     for preset, split, name, field in [
         ("fedgela/table2", "full-dir0.1", "moon", "mu"),
         ("fedmr/table1", "P5C2", "fedmr", "mu1"),
     ]:
-        plain, more = (configure({"preset": preset, "split": split, "method": m})[1] for m in (name, f"{name}+adam"))
-        assert getattr(plain, field) == getattr(more, field) != getattr(type(plain)(), field)
+        plain, suffixed = (
+            configure({"preset": preset, "split": split, "method": m})[1] for m in (name, f"{name}+adam")
+        )
+        assert getattr(plain, field) == getattr(suffixed, field) != getattr(type(plain)(), field)
 
 
-def test_a_method_with_a_suffix_searches_the_grid_that_a_preset_has_for_it_without():
-    plain, more = (
-        list(next(stages({"preset": "fedmr/table9", "split": "cifar10-P10C3", "method": m}, {})))
-        for m in ("fedprox", "fedprox+adam")
+def test_a_method_with_a_suffix_searches_the_preset_grid_of_the_plain_method():
+    plain, suffixed = (
+        list(next(stages({"preset": "fedmr/table9", "split": "cifar10-P10C3", "method": method}, {})))
+        for method in ("fedprox", "fedprox+adam")
     )
-    assert len(plain) == len(more) > 1
-    assert {one.given["method"] for one in more} == {"fedprox+adam"}
+    assert len(plain) == len(suffixed) > 1
+    assert {experiment.given["method"] for experiment in suffixed} == {"fedprox+adam"}
 
 
-GRID = """
+PRESET = """
 run: {dataset: digits}
 methods: {fedprox: {}, fedmr: {mu2: 0.5}}
 grid: {fedprox: {mu: [1, 2]}, fedmr: {mu1: [1, 2], mu2: [3, 4]}}
@@ -115,50 +117,50 @@ grid: {fedprox: {mu: [1, 2]}, fedmr: {mu1: [1, 2], mu2: [3, 4]}}
 
 
 def test_a_presets_grid_is_searched_one_hyper_parameter_after_another(tmp_path):
-    (tmp_path / "a.yaml").write_text(GRID)
-    results, seen = {}, []
+    (tmp_path / "a.yaml").write_text(PRESET)
+    results, searched = {}, []
     for stage in stages({"preset": str(tmp_path / "a.yaml"), "seed": "0:2"}, results):
-        seen.append([{k: v for k, v in one.given.items() if k.startswith("mu")} for one in stage if "s0" in one.name])
-        results |= {one.name: dict.fromkeys(MEASURES, 0.1 * ("=2" in one.name)) for one in stage}
-    assert seen == [
+        searched.append([{k: v for k, v in e.given.items() if k.startswith("mu")} for e in stage if "s0" in e.name])
+        results |= {e.name: dict.fromkeys(MEASURES, 0.1 * ("=2" in e.name)) for e in stage}
+    assert searched == [
         [{"mu": "1"}, {"mu": "2"}, {"mu1": "1"}, {"mu1": "2"}],
         [{"mu1": "2", "mu2": "3"}, {"mu1": "2", "mu2": "4"}],
     ]
 
 
 def test_a_hyper_parameter_that_is_given_is_not_searched(tmp_path):
-    (tmp_path / "a.yaml").write_text(GRID)
+    (tmp_path / "a.yaml").write_text(PRESET)
     (stage,) = stages({"preset": str(tmp_path / "a.yaml"), "mu": "7", "method": "fedprox"}, {})
-    assert [one.given for one in stage] == [{"method": "fedprox", "preset": str(tmp_path / "a.yaml"), "mu": "7"}]
+    assert [e.given for e in stage] == [{"method": "fedprox", "preset": str(tmp_path / "a.yaml"), "mu": "7"}]
 
 
-def test_an_option_of_one_method_goes_to_no_other_that_is_searched(tmp_path):
-    (tmp_path / "a.yaml").write_text(GRID)
+def test_a_search_gives_the_option_of_one_method_to_no_other_method(tmp_path):
+    (tmp_path / "a.yaml").write_text(PRESET)
     stage = next(stages({"preset": str(tmp_path / "a.yaml"), "mu1": "7"}, {}))
-    given = [{name: x for name, x in one.given.items() if name != "preset"} for one in stage]
-    assert given[:2] == [{"method": "fedprox", "mu": "1"}, {"method": "fedprox", "mu": "2"}]
-    assert given[2:] == [{"method": "fedmr", "mu1": "7", "mu2": mu2} for mu2 in "34"]
+    options = [{name: value for name, value in experiment.given.items() if name != "preset"} for experiment in stage]
+    assert options[:2] == [{"method": "fedprox", "mu": "1"}, {"method": "fedprox", "mu": "2"}]
+    assert options[2:] == [{"method": "fedmr", "mu1": "7", "mu2": mu2} for mu2 in "34"]
 
 
-def test_a_method_of_which_nothing_is_searched_is_run_once(tmp_path):
-    (tmp_path / "a.yaml").write_text(GRID)
-    results, seen = {}, []
+def test_a_method_without_a_grid_is_run_once(tmp_path):
+    (tmp_path / "a.yaml").write_text(PRESET)
+    results, methods = {}, []
     for stage in stages({"preset": str(tmp_path / "a.yaml"), "method": "fedavg,fedmr"}, results):
-        seen.append([one.given["method"] for one in stage])
-        results |= {one.name: dict.fromkeys(MEASURES, 0.1) for one in stage}
-    assert seen == [["fedavg", "fedmr", "fedmr"], ["fedmr", "fedmr"]]
+        methods.append([experiment.given["method"] for experiment in stage])
+        results |= {experiment.name: dict.fromkeys(MEASURES, 0.1) for experiment in stage}
+    assert methods == [["fedavg", "fedmr", "fedmr"], ["fedmr", "fedmr"]]
 
 
 def test_means_and_deviations_are_over_seeds():
-    found = expand({"method": "fedavg", "seed": "0,1"})
+    experiments = expand({"method": "fedavg", "seed": "0,1"})
     results = {
-        e.name: dict.fromkeys(("ga_best", "ga_last", "pa_best", "pa_last"), v)
-        for e, v in zip(found, (0.4, 0.6), strict=True)
+        experiment.name: dict.fromkeys(("ga_best", "ga_last", "pa_best", "pa_last"), accuracy)
+        for experiment, accuracy in zip(experiments, (0.4, 0.6), strict=True)
     }
-    (row,) = summarise(found, results)
+    (row,) = summarise(experiments, results)
     assert row["ga_best"] == pytest.approx(50)
     assert row["ga_best_std"] == pytest.approx(14.142, abs=1e-3)
-    (row,) = summarise(found, {**results, found[1].name: "the loss is not finite"})
+    (row,) = summarise(experiments, {**results, experiments[1].name: "the loss is not finite"})
     assert (row["seeds"], row["failed"], row["ga_best_std"]) == (1, 1, None)
 
 
@@ -171,7 +173,7 @@ def test_a_sweep_writes_runs_as_run_py_does_and_does_not_repeat_them(tmp_path, m
     summary = json.loads((tmp_path / "solo-s1" / "summary.json").read_text())
     assert (summary["method"], summary["seed"]) == ("solo", 1)
     assert (tmp_path / "fedavg-s0" / "partition.png").is_file()
-    before = (tmp_path / "summary.csv").read_text()
+    table = (tmp_path / "summary.csv").read_text()
 
     def refuse(*_, **__):
         raise AssertionError("a finished experiment was run again")
@@ -179,7 +181,7 @@ def test_a_sweep_writes_runs_as_run_py_does_and_does_not_repeat_them(tmp_path, m
     monkeypatch.setattr(sweep, "run", refuse)
     monkeypatch.setattr(sweep, "run_together", refuse)
     assert sweep_main(argv) == 0
-    assert (tmp_path / "summary.csv").read_text() == before
+    assert (tmp_path / "summary.csv").read_text() == table
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_a_sweep_writes_runs_as_run_py_does_and_does_not_repeat_them(tmp_path, m
     [("--beta=0.1,-1", "beta"), ("--method=fedavg,fedgella", "fedgela"), ("--ew=3", "fedgela"), ("--seed=3:3", "range"),
      ("--run-dir=x", "--sweep-dir"), ("--coordinator=auto", "one process")],
 )  # fmt: skip
-def test_mistakes_are_said_before_anything_runs(tmp_path, capsys, argument, word):
+def test_mistakes_are_reported_before_anything_runs(tmp_path, capsys, argument, word):
     assert sweep_main([argument, *SMALL, f"--sweep-dir={tmp_path / 'sweep'}"]) == 2
     error = capsys.readouterr().err
     assert word in error
@@ -208,44 +210,44 @@ def table_of(folder):
 
 
 @pytest.mark.thorough
-def test_names_that_are_not_utf8_fail_as_others_do(tmp_path):
+def test_experiments_with_names_that_are_not_utf8_fail_as_others_do(tmp_path):
     weights = os.fsdecode(b"\xff.npz")
     argv = [*SMALL, "--method=fedavg,fedprox", f"--initial-weights={weights}", f"--sweep-dir={tmp_path}"]
     # Not pytest's own capture, whose text goes from process to process as UTF-8.
-    with redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
         assert sweep_main(argv) == 1
-        note = failure_file(tmp_path / "fedavg")
-        assert weights in note.read_text(errors="surrogateescape")
-        note.write_bytes(b"\xff\xfe")
+        failure = failure_file(tmp_path / "fedavg")
+        assert weights in failure.read_text(errors="surrogateescape")
+        failure.write_bytes(b"\xff\xfe")
         assert sweep_main(argv) == 1
-    assert said.getvalue().count("1 failed") == 4
-    assert weights in note.read_text(errors="surrogateescape")
+    assert output.getvalue().count("1 failed") == 4
+    assert weights in failure.read_text(errors="surrogateescape")
 
 
-def test_another_sweep_in_a_folder_is_refused_with_what_differs(tmp_path, capsys):
+def test_another_sweep_in_the_same_folder_is_refused_with_what_differs(tmp_path, capsys):
     argv = ["--method=fedavg", *SMALL, f"--sweep-dir={tmp_path}"]
     assert sweep_main(argv) == 0
-    before = table_of(tmp_path)
+    table = table_of(tmp_path)
     assert sweep_main([*argv, "--rounds=2", "--beta=5"]) == 2
     error = capsys.readouterr().err
     assert "--beta was 0.1, not 5.0, --rounds was 1, not 2" in error
     assert error.count("\n") == 1
-    assert table_of(tmp_path) == before
+    assert table_of(tmp_path) == table
 
 
 @pytest.mark.thorough
-def test_a_sweep_without_a_folder_is_named_by_its_grid_whatever_the_seeds(tmp_path, monkeypatch):
+def test_the_default_folder_of_a_sweep_depends_on_its_grid_but_not_on_seeds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["--method=fedavg", *SMALL]
     for options in (["--seed=0"], ["--seed=0,1"], ["--beta=0.3"]):
         assert sweep_main([*argv, *options]) == 0
-    one, two = sorted(Path("runs").iterdir(), key=lambda path: len(list(path.glob("fedavg*"))))
-    assert sorted(path.name for path in two.glob("fedavg*")) == ["fedavg-s0", "fedavg-s1"]
-    assert [path.name for path in one.glob("fedavg*")] == ["fedavg"]
+    other_grid, first_grid = sorted(Path("runs").iterdir(), key=lambda path: len(list(path.glob("fedavg*"))))
+    assert sorted(path.name for path in first_grid.glob("fedavg*")) == ["fedavg-s0", "fedavg-s1"]
+    assert [path.name for path in other_grid.glob("fedavg*")] == ["fedavg"]
 
 
 @pytest.mark.thorough
-def test_experiments_that_another_process_has_are_left_to_it_until_it_dies(tmp_path, capsys):
+def test_experiments_of_another_process_are_left_to_it_until_it_dies(tmp_path, capsys):
     argv = ["--method=fedavg", "--seed=0,1", *SMALL, f"--sweep-dir={tmp_path}"]
     (tmp_path / "claims").mkdir()
     code = f"""
@@ -257,98 +259,98 @@ print("has it", flush=True)
 sys.stdin.readline()
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
-        assert other.stdout.readline() == "has it\n"
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other_process:
+        assert other_process.stdout.readline() == "has it\n"
         assert sweep_main([*argv, "--status"]) == 0
-        assert f"process {other.pid}" in capsys.readouterr().out.replace("\n", " ")
-        timer = threading.Timer(3, other.kill)
+        assert f"process {other_process.pid}" in capsys.readouterr().out.replace("\n", " ")
+        timer = threading.Timer(3, other_process.kill)
         timer.start()
         assert sweep_main(argv) == 0
         timer.join()
-        assert other.poll() is not None or other.wait() < 0
+        assert other_process.poll() is not None or other_process.wait() < 0
     assert len(table_of(tmp_path).splitlines()) == 2
     assert sweep_main([*argv, "--status"]) == 0
     assert "2 done, 0 running" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
-def test_a_sweeps_folder_alone_tells_how_far_it_is(swept, tmp_path, capsys):
+def test_the_folder_of_a_sweep_alone_shows_its_progress(swept, tmp_path, capsys):
     assert sweep_main([f"--sweep-dir={swept}", "--status"]) == 0
-    shown = capsys.readouterr().out
-    assert "1 done, 0 running" in shown
-    assert "1 of 1" in shown
+    status = capsys.readouterr().out
+    assert "1 done, 0 running" in status
+    assert "1 of 1" in status
     assert sweep_main([f"--sweep-dir={tmp_path}", "--status"]) == 2
     assert "no experiments that have begun" in capsys.readouterr().err.replace("\n", " ")
 
 
-def of_one(folder):
-    """A sweep of one experiment of ten rounds, which is not run here."""
+def sweep_of_one(folder):
+    """A sweep of one experiment of ten rounds, which is not started yet."""
     planned = {"one": Asked(*build({"rounds": 10}))}
     return Sweep(planned, folder, lambda name, error: None)
 
 
-def run_quietly(part):
-    return part.run(SweepBar({"one": 10}, Console(quiet=True)))
+def run_quietly(planned_sweep):
+    return planned_sweep.run(SweepBar({"one": 10}, Console(quiet=True)))
 
 
-def test_the_time_to_go_is_that_of_the_rounds_that_are_left(tmp_path):
+def test_the_time_left_is_that_of_the_remaining_rounds(tmp_path):
     (tmp_path / "one").mkdir()
     rows = [{"round": r, "ga": None, "pa": None, "seconds": s} for r, s in enumerate((9.0, 1.0, 2.0, 2.0), 1)]
     (tmp_path / "one/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert of_one(tmp_path).standings() == [("one", "waiting", 4, 10, None, 12.0)]
+    assert sweep_of_one(tmp_path).standings() == [("one", "waiting", 4, 10, None, 12.0)]
 
 
-def test_what_failed_with_another_process_meanwhile_is_not_run_again_and_what_failed_before_once(tmp_path, monkeypatch):
-    ran = []
+def test_a_failure_is_retried_by_later_sweeps_once_and_by_concurrent_ones_never(tmp_path, monkeypatch):
+    trained = []
 
     def diverges(config, *_, **__):
-        ran.append(config.run_dir.name)
+        trained.append(config.run_dir.name)
         raise UserError("it diverged.")
 
     monkeypatch.setattr(sweep, "run", diverges)
-    parts = [of_one(tmp_path) for _ in range(2)]
-    assert [str(run_quietly(part)["one"]) for part in parts] == ["it diverged."] * 2
-    assert ran == ["one"]
-    parts = [of_one(tmp_path) for _ in range(2)]  # which know of the failure and try again
-    assert [str(run_quietly(part)["one"]).strip() for part in parts] == ["it diverged."] * 2
-    assert ran == ["one", "one"]
+    sweeps = [sweep_of_one(tmp_path) for _ in range(2)]
+    assert [str(run_quietly(planned_sweep)["one"]) for planned_sweep in sweeps] == ["it diverged."] * 2
+    assert trained == ["one"]
+    sweeps = [sweep_of_one(tmp_path) for _ in range(2)]  # both know of the failure, and the first of them tries again
+    assert [str(run_quietly(planned_sweep)["one"]).strip() for planned_sweep in sweeps] == ["it diverged."] * 2
+    assert trained == ["one", "one"]
 
 
-def test_a_failure_is_forgotten_when_its_experiment_has_ended_well(tmp_path, monkeypatch):
+def test_a_failure_is_forgotten_when_its_experiment_has_succeeded(tmp_path, monkeypatch):
     results = [UserError("it diverged."), {"ga_best": 0.5}]
 
-    def ends(*_, **__):
+    def next_result(*_, **__):
         if isinstance(result := results.pop(0), UserError):
             raise result
         return result
 
-    monkeypatch.setattr(sweep, "run", ends)
-    run_quietly(of_one(tmp_path))
-    assert of_one(tmp_path).standings()[0].state == "failed"
-    assert run_quietly(of_one(tmp_path)) == {"one": {"ga_best": 0.5}}
+    monkeypatch.setattr(sweep, "run", next_result)
+    run_quietly(sweep_of_one(tmp_path))
+    assert sweep_of_one(tmp_path).standings()[0].state == "failed"
+    assert run_quietly(sweep_of_one(tmp_path)) == {"one": {"ga_best": 0.5}}
     assert not failure_file(tmp_path / "one").exists()
 
 
-def test_what_failed_before_and_is_tried_again_is_running(tmp_path):
+def test_a_failed_experiment_that_is_tried_again_counts_as_running(tmp_path):
     failure_file(tmp_path / "one").parent.mkdir(parents=True)
     failure_file(tmp_path / "one").write_text("it diverged.")
     (tmp_path / "claims").mkdir(exist_ok=True)
     with Lock.take(tmp_path / "claims/one.lock", wait=0):
-        assert of_one(tmp_path).standings()[0].state == "running"
-    assert of_one(tmp_path).standings()[0].state == "failed"
+        assert sweep_of_one(tmp_path).standings()[0].state == "running"
+    assert sweep_of_one(tmp_path).standings()[0].state == "failed"
 
 
 def test_experiments_with_validation_samples_are_not_trained_together(tmp_path, monkeypatch):
-    ran, planned = [], {str(seed): Asked(*build({"validation": 0.1, "seed": seed})) for seed in range(2)}
-    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: ran.append(config.seed) or {})
+    seeds, planned = [], {str(seed): Asked(*build({"validation": 0.1, "seed": seed})) for seed in range(2)}
+    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: seeds.append(config.seed) or {})
     monkeypatch.setattr(sweep, "run_together", lambda *_: pytest.fail("they are"))
-    part = Sweep(planned, tmp_path, lambda name, error: None)
-    part.run(SweepBar(dict.fromkeys(planned, 10), Console(quiet=True)), together=2)
-    assert ran == [0, 1]
+    planned_sweep = Sweep(planned, tmp_path, lambda name, error: None)
+    planned_sweep.run(SweepBar(dict.fromkeys(planned, 10), Console(quiet=True)), together=2)
+    assert seeds == [0, 1]
 
 
-@pytest.mark.parametrize(("words", "together"), [(["--workers=2"], 3), (["--workers=2", "--together=4"], 4)])
-def test_workers_are_started_once_and_train_at_most_their_share_together(tmp_path, monkeypatch, words, together):
+@pytest.mark.parametrize(("options", "together"), [(["--workers=2"], 3), (["--workers=2", "--together=4"], 4)])
+def test_workers_are_started_once_and_train_at_most_their_share_together(tmp_path, monkeypatch, options, together):
     started = []
 
     def train(steps, results, folder, most, before):
@@ -361,22 +363,22 @@ def test_workers_are_started_once_and_train_at_most_their_share_together(tmp_pat
     monkeypatch.setattr(cli_sweep, "train", train)
     monkeypatch.setattr(cli_sweep, "summarise", lambda *_: [])
     monkeypatch.setattr(cli_sweep, "conclude", lambda *_: 0)
-    assert sweep_main(["--method=fedavg", *words]) == 0
+    assert sweep_main(["--method=fedavg", *options]) == 0
     assert started == [f"--together={together}"]
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """A sweep of one finished experiment."""
+    """The folder of a sweep of one finished experiment."""
     folder = tmp_path_factory.mktemp("swept") / "sweep"
     assert sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={folder}"]) == 0
     return folder
 
 
-def swept_again(swept, folder, damaged):
-    """Exit code of the same sweep in a copy of its folder, after a damage to the experiment's."""
+def swept_again(swept, folder, damage):
+    """Exit code of the same sweep in a copy of its folder, after `damage` to the folder of the experiment."""
     shutil.copytree(swept, folder)
-    damaged(folder / "fedavg")
+    damage(folder / "fedavg")
     return sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={folder}"])
 
 
@@ -384,55 +386,55 @@ def swept_again(swept, folder, damaged):
 @pytest.mark.parametrize(("name", "text"), [("summary.json", "{\n"), ("summary.json", "{}"), ("config.yaml", "{\n")])
 def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_path, capsys, name, text):
     capsys.readouterr()
-    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / name).write_text(text)) == 2
+    assert swept_again(swept, tmp_path / "sweep", lambda run_dir: (run_dir / name).write_text(text)) == 2
     err = capsys.readouterr().err
     assert str(tmp_path / "sweep" / "fedavg" / name) in err
     assert err.count("\n") == 1
 
 
-def test_results_without_their_options_are_nobodys(swept, tmp_path, capsys):
-    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / "config.yaml").unlink()) == 2
+def test_results_that_have_lost_their_config_are_refused(swept, tmp_path, capsys):
+    assert swept_again(swept, tmp_path / "sweep", lambda run_dir: (run_dir / "config.yaml").unlink()) == 2
     assert "fedavg has lost its config.yaml" in capsys.readouterr().err
 
 
-def test_a_run_is_no_folder_for_a_sweep(swept, capsys):
+def test_the_folder_of_a_run_is_refused_for_a_sweep(swept, capsys):
     assert sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={swept / 'fedavg'}"]) == 2
     assert "is the folder of a run: choose another one for the sweep" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["resolved.json", "clients.jsonl", "metrics.jsonl", "mine.jsonl", "partition.npz"])
-def test_what_a_finished_experiment_does_not_need_may_be_damaged(swept, tmp_path, monkeypatch, name):
+def test_files_that_a_finished_experiment_does_not_need_may_be_damaged(swept, tmp_path, monkeypatch, name):
     monkeypatch.delattr(sweep, "run")  # nothing is trained
     monkeypatch.delattr(sweep, "run_together")
-    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / name).write_bytes(b"")) == 0
+    assert swept_again(swept, tmp_path / "sweep", lambda run_dir: (run_dir / name).write_bytes(b"")) == 0
     assert table_of(tmp_path / "sweep") == table_of(swept)
 
 
-def unfinish(own):
-    """As after a kill before the summary, with the rest damaged."""
-    (own / "summary.json").unlink()
+def unfinish(run_dir):
+    """The folder as after a kill before the summary was written, with its other files damaged."""
+    (run_dir / "summary.json").unlink()
     for name in ("resolved.json", "clients.jsonl", "metrics.jsonl", "partition.npz"):
-        (own / name).write_bytes(b"{\n")
-    (own / "mine.jsonl").write_text("not JSON\n")
+        (run_dir / name).write_bytes(b"{\n")
+    (run_dir / "mine.jsonl").write_text("not JSON\n")
 
 
-def kill_at_the_start(own):
-    shutil.rmtree(own)
-    own.mkdir()
-    (own / ".config.yaml.tmp").write_text("meth")
+def kill_at_the_start(run_dir):
+    shutil.rmtree(run_dir)
+    run_dir.mkdir()
+    (run_dir / ".config.yaml.tmp").write_text("meth")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("damaged", [unfinish, kill_at_the_start])
-def test_a_damaged_experiment_that_is_not_finished_ends_with_the_same_numbers(swept, tmp_path, damaged):
-    assert swept_again(swept, tmp_path / "sweep", damaged) == 0
+@pytest.mark.parametrize("damage", [unfinish, kill_at_the_start])
+def test_a_damaged_unfinished_experiment_ends_with_the_same_numbers(swept, tmp_path, damage):
+    assert swept_again(swept, tmp_path / "sweep", damage) == 0
     assert table_of(tmp_path / "sweep") == table_of(swept)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["processes", "local"])
-def test_workers_divide_a_sweep_and_give_its_table(tmp_path, launcher):
+def test_workers_divide_a_sweep_and_write_the_same_table(tmp_path, launcher):
     if launcher == "local":
         pytest.importorskip("submitit")
     argv = ["--method=fedavg,solo", "--seed=0:2", "--lr=0.01,1e30", "--momentum=0", *SMALL]
@@ -444,8 +446,8 @@ def test_workers_divide_a_sweep_and_give_its_table(tmp_path, launcher):
         assert all("FEDAVG" in log.upper() for log in logs)
 
 
-class Started:
-    """A worker that ends at once, and which GPU each one was given."""
+class EndedWorker:
+    """A worker that ends at once; `gpus` has the GPU that each one was given."""
 
     gpus: ClassVar[list[str]] = []
 
@@ -453,7 +455,7 @@ class Started:
         self.gpus.append(env["CUDA_VISIBLE_DEVICES"])
 
     def wait(self):
-        """At once."""
+        """The worker has ended."""
 
     terminate = wait
 
@@ -461,56 +463,56 @@ class Started:
 def test_workers_divide_the_cores_and_take_turns_on_the_gpus(tmp_path, monkeypatch):
     cores = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, own: cores.append(list(own)))
-    monkeypatch.setattr(subprocess, "Popen", Started)
-    monkeypatch.setattr(Started, "gpus", [])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cpus: cores.append(list(cpus)))
+    monkeypatch.setattr(subprocess, "Popen", EndedWorker)
+    monkeypatch.setattr(EndedWorker, "gpus", [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     processes(["train"], tmp_path, 3)
     assert cores == [[0], [1, 2], [3, 4], [0, 1, 2, 3, 4]]  # in the end this process has all of them again
-    assert Started.gpus == ["3", "5", "3"]
+    assert EndedWorker.gpus == ["3", "5", "3"]
 
 
-def test_a_scheduler_gets_its_own_parameters_by_its_name_and_common_ones_as_they_are(tmp_path, monkeypatch):
+def test_slurm_gets_its_own_parameters_with_a_prefix_and_common_ones_without(tmp_path, monkeypatch):
     settings = {}
 
     class Executor:
         def __init__(self, folder, cluster):
             settings["cluster"] = cluster
 
-        def update_parameters(self, **given):
-            settings.update(given)
+        def update_parameters(self, **parameters):
+            settings.update(parameters)
 
         def submit(self, function):
             return SimpleNamespace(wait=lambda: settings.update(jobs=settings.get("jobs", 0) + 1))
 
     helpers = SimpleNamespace(CommandFunction=lambda command, verbose: command)
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(AutoExecutor=Executor, helpers=helpers))
-    words = ["--slurm.partition=gpu", "--slurm.timeout-min=30", "--slurm.mem-per-cpu=2G"]
-    launch(["true"], tmp_path, {"launcher": "slurm", "workers": 2}, words)
+    arguments = ["--slurm.partition=gpu", "--slurm.timeout-min=30", "--slurm.mem-per-cpu=2G"]
+    launch(["true"], tmp_path, {"launcher": "slurm", "workers": 2}, arguments)
     assert settings == {
         "cluster": "slurm", "name": "fedjax-pcdd", "slurm_partition": "gpu", "timeout_min": 30,
         "slurm_mem_per_cpu": "2G", "jobs": 2,
     }  # fmt: skip
 
 
-def test_settings_of_slurm_are_for_its_launcher(capsys):
+def test_parameters_of_slurm_need_its_launcher(capsys):
     assert sweep_main(["--method=fedavg,fedprox", "--slurm.partition=gpu"]) == 2
     assert "--slurm.partition=gpu is for jobs of Slurm: add --launcher=slurm" in capsys.readouterr().err
 
 
-def test_a_launcher_that_is_missing_or_refuses_is_a_sentence(tmp_path, monkeypatch):
-    own = {"launcher": "slurm", "workers": 2}
+def test_a_launcher_that_is_missing_or_refuses_is_one_sentence(tmp_path, monkeypatch):
+    options = {"launcher": "slurm", "workers": 2}
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(UserError, match=r"submitit is missing: pip install 'fedjax-pcdd\[slurm\]'"):
-        launch(["true"], tmp_path, own, [])
-    monkeypatch.setitem(sys.modules, "submitit", Refusing)
+        launch(["true"], tmp_path, options, [])
+    monkeypatch.setitem(sys.modules, "submitit", RefusingSubmitit)
     with pytest.raises(UserError, match="the workers cannot be started: no partition gpu"):
-        launch(["true"], tmp_path, own, ["--slurm.partition=gpu"])
+        launch(["true"], tmp_path, options, ["--slurm.partition=gpu"])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["file", "file/below", "/proc/nothing/sweep"])
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, capsys, name, workers):
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, capsys, name, workers):
     (tmp_path / "file").touch()
     argv = ["--method=fedavg", *SMALL, f"--workers={workers}", f"--sweep-dir={tmp_path / name}"]
     assert sweep_main(argv) == 2
@@ -518,8 +520,8 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, capsys, name, w
     assert (err.count("\n"), "for the sweep." in err) == (1, True)
 
 
-class Refusing:
-    """A scheduler that takes nothing."""
+class RefusingSubmitit:
+    """A stand-in for submitit whose scheduler refuses all jobs."""
 
     class AutoExecutor:
         def __init__(self, folder, cluster):
@@ -527,7 +529,7 @@ class Refusing:
 
 
 @pytest.mark.thorough
-def test_a_grid_of_python_is_a_sweep(tmp_path):
+def test_python_runs_a_grid_as_a_sweep(tmp_path):
     grid = {"method": ["fedavg", "fedprox"], "mu": 0.1, "seed": range(2), "rounds": 1, "local_epochs": 1, "lanes": 1}
     grid |= {"fine_tune_epochs": 0, "clients": 3, "min_samples": 1}
     results = fp.sweep(grid, folder=tmp_path)
@@ -539,45 +541,45 @@ def test_a_grid_of_python_is_a_sweep(tmp_path):
         fp.sweep({"round": 1})
 
 
-def test_a_grid_chooses_by_what_its_preset_selects_on(tmp_path):
-    (tmp_path / "a.yaml").write_text(GRID.replace("digits}", "digits, validation: 0.1, select_on: validation}"))
-    results, seen = {}, []
+def test_a_grid_search_selects_on_what_its_preset_says(tmp_path):
+    (tmp_path / "a.yaml").write_text(PRESET.replace("digits}", "digits, validation: 0.1, select_on: validation}"))
+    results, values = {}, []
     for stage in stages({"preset": str(tmp_path / "a.yaml"), "method": "fedmr"}, results):
-        seen.append([one.given["mu1"] for one in stage])
+        values.append([experiment.given["mu1"] for experiment in stage])
         results |= {
-            one.name: dict.fromkeys(MEASURES, 0.1 * ("=2" in one.name))
-            | {"ga_validation_best": 0.1 * ("=1" in one.name)}
-            for one in stage
+            experiment.name: dict.fromkeys(MEASURES, 0.1 * ("=2" in experiment.name))
+            | {"ga_validation_best": 0.1 * ("=1" in experiment.name)}
+            for experiment in stage
         }
-    assert seen == [["1", "2"], ["1", "1"]]
+    assert values == [["1", "2"], ["1", "1"]]
 
 
-def test_the_method_of_a_preset_is_that_of_a_sweep(tmp_path):
+def test_a_sweep_takes_the_method_of_its_preset(tmp_path):
     (tmp_path / "config.yaml").write_text(
         "{method: fedgela, dataset: digits, ew: 4, select_on: validation, validation: 0.1}"
     )
-    given = {"preset": str(tmp_path / "config.yaml"), "seed": "0:2"}
-    assert [one.given["method"] for one in expand(given)] == ["fedgela", "fedgela"]
-    assert [one.name for stage in stages(given, {}) for one in stage] == ["fedgela-s0", "fedgela-s1"]
-    assert Search({**given, "ew": "1,4"}, {}).on_test is False
-    assert [one.given["method"] for one in expand({"preset": "fedmr/table6", "variant": "intra-only"})] == ["fedmr"]
-    assert [one.given["method"] for one in expand({"method": "FedGELA,fedavg"})] == ["fedgela", "fedavg"]
+    grid = {"preset": str(tmp_path / "config.yaml"), "seed": "0:2"}
+    assert [e.given["method"] for e in expand(grid)] == ["fedgela", "fedgela"]
+    assert [e.name for stage in stages(grid, {}) for e in stage] == ["fedgela-s0", "fedgela-s1"]
+    assert Search({**grid, "ew": "1,4"}, {}).on_test is False
+    assert [e.given["method"] for e in expand({"preset": "fedmr/table6", "variant": "intra-only"})] == ["fedmr"]
+    assert [e.given["method"] for e in expand({"method": "FedGELA,fedavg"})] == ["fedgela", "fedavg"]
 
 
-def test_options_whose_commas_are_theirs_take_one_value():
+def test_options_whose_values_contain_commas_take_one_value():
     with pytest.raises(UserError, match="takes one value in a sweep"):
         fp.sweep({"lr_steps": ["10", "20"]})
     assert values_of("loggers", "a.py:A,b.py:B") == ["a.py:A,b.py:B"]
 
 
-def test_a_continued_sweep_takes_what_may_change(tmp_path):
-    def sweep(**options):
+def test_a_continued_sweep_takes_changed_options_that_affect_no_result(tmp_path):
+    def sweep_with(**options):
         grid = expand({"method": "fedavg", "rounds": "1"} | options)
-        planned = {one.name: Asked(*configure(one.given)) for one in grid}
+        planned = {experiment.name: Asked(*configure(experiment.given)) for experiment in grid}
         return Sweep(planned, tmp_path, lambda name, error: None)
 
-    before = sweep(keep="3", data_dir="/old").left["fedavg"]
+    before = sweep_with(keep="3", data_dir="/old").left["fedavg"]
     (tmp_path / "fedavg").mkdir()
     (tmp_path / "fedavg" / "config.yaml").write_text(dump(before.config, before.method))
-    after = sweep(keep="9", data_dir="/new").left["fedavg"].config
+    after = sweep_with(keep="9", data_dir="/new").left["fedavg"].config
     assert (after.keep, str(after.data_dir), after.resume) == (9, "/new", tmp_path / "fedavg")

@@ -1,4 +1,4 @@
-"""Options that cannot work: one sentence, soon, and nothing is written; whatever is written after a name."""
+"""Options that cannot work: one sentence, quickly and without writing a file, for any option and any value."""
 
 import contextlib
 import io
@@ -25,15 +25,15 @@ WRONG = ["--devices=1000", "--lr-steps=5,3", "--lr-steps=-1", "--coordinator=foo
 def test_an_option_that_cannot_work_is_one_sentence_and_writes_nothing(tmp_path, monkeypatch, capsys, argument):
     monkeypatch.chdir(tmp_path)
     assert main(["--method=fedmr", argument]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert argument.partition("=")[0] in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert argument.partition("=")[0] in captured.err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.thorough
-def test_what_is_wrong_by_itself_is_said_before_jax_is_loaded():
+def test_a_value_that_is_wrong_by_itself_is_refused_before_jax_is_loaded():
     code = """
 import sys
 from fedjax_pcdd.cli.run import main
@@ -41,19 +41,19 @@ codes = [main(["--method=fedmr", argument]) for argument in sys.argv[1:]]
 print(codes == [2] * len(codes), {"jax", "flax", "fedjax_pcdd.methods"} & set(sys.modules))
 """
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = subprocess.run([sys.executable, "-c", code, *WRONG], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "True set()\n", done.stderr
-    assert len(done.stderr.splitlines()) == len(WRONG)
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2  # of the processor, however busy it is
+    completed = subprocess.run([sys.executable, "-c", code, *WRONG], capture_output=True, text=True, cwd=ROOT)
+    assert completed.stdout == "True set()\n", completed.stderr
+    assert len(completed.stderr.splitlines()) == len(WRONG)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2  # processor time, however busy it is
 
 
 @pytest.mark.slow
-def test_a_wrong_option_takes_less_than_two_seconds_of_the_processor(tmp_path):
+def test_a_wrong_option_takes_less_than_two_seconds_of_processor_time(tmp_path):
     for argument in ("--devices=1000", "--lr-steps=5,3", "--run-dir="):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([*RUN, argument], capture_output=True, text=True, cwd=tmp_path)
+        completed = subprocess.run([*RUN, argument], capture_output=True, text=True, cwd=tmp_path)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert (completed.returncode, len(completed.stderr.splitlines())) == (2, 1)
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
     assert list(tmp_path.iterdir()) == []
 
@@ -75,7 +75,7 @@ VALUES = st.one_of(
 
 
 def outcome(argv):
-    """Exit code and what was said."""
+    """Exit code and stderr of the parser."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
         code = guarded(lambda argv: parse(argv) and None, argv)
@@ -100,5 +100,5 @@ def test_any_value_of_any_option_is_accepted_or_refused_in_one_sentence(method, 
 
 @settings(max_examples=100, deadline=None)
 @given(words=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=1, max_size=4))
-def test_any_words_are_arguments_or_refused_in_one_sentence(words):
+def test_any_words_are_accepted_or_refused_in_one_sentence(words):
     assert is_accepted_or_one_sentence(words)

@@ -1,4 +1,4 @@
-"""Data sets of other libraries: small ones with their interface, and the libraries themselves where installed."""
+"""Data sets of other libraries: small stand-ins with their interface, and the libraries where they are installed."""
 
 from typing import ClassVar
 
@@ -14,17 +14,17 @@ LABELS = np.arange(20) % 2
 
 
 class Image:
-    """The type of a column of images."""
+    """Stands in for the type of a column of images."""
 
 
 class ClassLabel:
-    """The type of a column of labels."""
+    """Stands in for the type of a column of labels."""
 
     names = ("cat", "dog")
 
 
 class Split(list):
-    """A split of the library `datasets`: rows by column, and the types of the columns."""
+    """Stands in for a split of the library `datasets`: a list of rows, and the types of the columns."""
 
     features: ClassVar = {"pixels": Image(), "kind": ClassLabel(), "writer": object()}
 
@@ -35,19 +35,19 @@ def split(rows):
     )
 
 
-def test_columns_of_hugging_face_are_known_by_their_types():
-    data = fp.from_huggingface({"train": split((0, 12)), "validation": split((12, 20))}, groups="writer")
-    np.testing.assert_array_equal(data.x_train, IMAGES[:12])
-    np.testing.assert_array_equal(data.y_test, LABELS[12:])
-    assert (data.class_names, data.num_classes) == (("cat", "dog"), 2)
-    assert fp.partition(data, "natural").num_clients == 3
+def test_hugging_face_columns_are_recognised_by_their_types():
+    dataset = fp.from_huggingface({"train": split((0, 12)), "validation": split((12, 20))}, groups="writer")
+    np.testing.assert_array_equal(dataset.x_train, IMAGES[:12])
+    np.testing.assert_array_equal(dataset.y_test, LABELS[12:])
+    assert (dataset.class_names, dataset.num_classes) == (("cat", "dog"), 2)
+    assert fp.partition(dataset, "natural").num_clients == 3
 
 
-def test_a_split_without_tests_gives_a_fifth_of_each_class():
-    data = fp.from_huggingface(split((0, 20)))
-    assert (len(data.y_train), np.bincount(data.y_test).tolist()) == (16, [2, 2])
-    together = np.concatenate([data.x_train, data.x_test])
-    assert sorted(x.tobytes() for x in together) == sorted(x.tobytes() for x in IMAGES)
+def test_a_single_split_gives_a_fifth_of_each_class_to_the_tests():
+    dataset = fp.from_huggingface(split((0, 20)))
+    assert (len(dataset.y_train), np.bincount(dataset.y_test).tolist()) == (16, [2, 2])
+    images = np.concatenate([dataset.x_train, dataset.x_test])
+    assert sorted(x.tobytes() for x in images) == sorted(x.tobytes() for x in IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -58,22 +58,22 @@ def test_a_split_without_tests_gives_a_fifth_of_each_class():
         ({"groups": "author"}, "no column 'author'"),
     ],
 )
-def test_columns_that_do_not_fit_are_named(options, sentence):
+def test_unsuitable_columns_are_named(options, sentence):
     with pytest.raises(fp.UserError, match=sentence):
         fp.from_huggingface(split((0, 20)), **options)
 
 
-@pytest.mark.filterwarnings("ignore")  # those of that library itself
-def test_the_library_of_hugging_face_itself():
+@pytest.mark.filterwarnings("ignore")  # the library's own warnings
+def test_a_data_set_of_the_hugging_face_library_is_read():
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
     rows = {"img": [Pillow.fromarray(x) for x in IMAGES], "label": LABELS.tolist()}
-    data = fp.from_huggingface(datasets.DatasetDict(train=datasets.Dataset.from_dict(rows, features=features)))
-    assert (data.class_names, data.x_train.shape) == (("cat", "dog"), (16, 6, 5, 3))
+    dataset = fp.from_huggingface(datasets.DatasetDict(train=datasets.Dataset.from_dict(rows, features=features)))
+    assert (dataset.class_names, dataset.x_train.shape) == (("cat", "dog"), (16, 6, 5, 3))
 
 
 class Items:
-    """A data set of torchvision: `len`, and pairs by their number."""
+    """Stands in for a data set of torchvision: a length, and an image with its label at each index."""
 
     def __init__(self, items, **attributes):
         self.items = list(items)
@@ -86,55 +86,55 @@ class Items:
         return self.items[i]
 
 
-def test_arrays_of_torchvision_and_medmnist_are_taken_whole():
+def test_arrays_of_torchvision_and_medmnist_are_taken_as_a_whole():
     images, labels = IMAGES[..., 0], LABELS[:, None]
-    rest = [None] * 19  # not asked for
+    unread = [None] * 19  # these items are never read
     vision = Items(
-        [(Pillow.fromarray(IMAGES[0]), LABELS[0]), *rest],
+        [(Pillow.fromarray(IMAGES[0]), LABELS[0]), *unread],
         data=IMAGES, targets=LABELS.tolist(), classes=["cat", "dog"], transform=None,
     )  # fmt: skip
-    medical = Items([(Pillow.fromarray(images[0]), labels[0]), *rest], imgs=images, labels=labels)
+    medical = Items([(Pillow.fromarray(images[0]), labels[0]), *unread], imgs=images, labels=labels)
     vision, medical = fp.from_torch(vision), fp.from_torch(medical)
     assert (vision.class_names, medical.class_names) == (("cat", "dog"), None)
     np.testing.assert_array_equal(medical.x_train, vision.x_train[..., :1])
 
 
-def test_samples_that_are_not_the_arrays_are_asked_for():
+def test_items_that_differ_from_the_arrays_are_read_one_by_one():
     grey = IMAGES[..., 0]
     pairs = [(Pillow.fromarray(x).convert("RGB"), int(y)) for x, y in zip(grey, LABELS, strict=True)]
     assert fp.from_torch(Items(pairs, imgs=grey, labels=LABELS[:, None])).x_train.shape == (16, 6, 5, 3)
 
 
-def test_medmnist_itself(tmp_path):
+def test_a_data_set_of_medmnist_is_read(tmp_path):
     medmnist = pytest.importorskip("medmnist")
     info, rng = medmnist.INFO["pneumoniamnist"], np.random.default_rng(0)
-    parts = {}
+    arrays = {}
     for part, count in info["n_samples"].items():
-        parts |= {f"{part}_images": rng.integers(0, 256, (count, 28, 28), np.uint8)}
-        parts |= {f"{part}_labels": rng.integers(0, 2, (count, 1), np.uint8)}
-    np.savez(tmp_path / "pneumoniamnist.npz", **parts)
+        arrays |= {f"{part}_images": rng.integers(0, 256, (count, 28, 28), np.uint8)}
+        arrays |= {f"{part}_labels": rng.integers(0, 2, (count, 1), np.uint8)}
+    np.savez(tmp_path / "pneumoniamnist.npz", **arrays)
     train, test = (medmnist.PneumoniaMNIST(part, root=str(tmp_path)) for part in ("train", "test"))
-    data = fp.from_torch(train, test)
-    assert data.class_names == ("normal", "pneumonia")
-    np.testing.assert_array_equal(data.x_train[..., 0], parts["train_images"])
-    np.testing.assert_array_equal(data.y_test, parts["test_labels"][:, 0])
+    dataset = fp.from_torch(train, test)
+    assert dataset.class_names == ("normal", "pneumonia")
+    np.testing.assert_array_equal(dataset.x_train[..., 0], arrays["train_images"])
+    np.testing.assert_array_equal(dataset.y_test, arrays["test_labels"][:, 0])
     assert fp.from_torch(medmnist.PneumoniaMNIST("test", root=str(tmp_path), as_rgb=True)).x_train.shape[-1] == 3
 
 
-def test_torchvision_itself():
+def test_a_data_set_of_torchvision_is_read_with_and_without_a_transform():
     torchvision = pytest.importorskip("torchvision")
-    drawn = torchvision.datasets.FakeData(10, (3, 8, 8), 5)
+    without_transform = torchvision.datasets.FakeData(10, (3, 8, 8), 5)
     with pytest.warns(UserWarning, match="channels first"):
         floats = fp.from_torch(
             torchvision.datasets.FakeData(10, (3, 8, 8), 5, transform=torchvision.transforms.ToTensor())
         )
-    images = fp.from_torch(drawn)
+    images = fp.from_torch(without_transform)
     assert (images.x_train.dtype, floats.x_train.dtype) == (np.uint8, np.float32)
     np.testing.assert_allclose(floats.x_test, images.x_test / np.float32(255), rtol=1e-6)
     np.testing.assert_array_equal(floats.y_train, images.y_train)
 
 
-def test_what_a_transform_gives_is_kept():
+def test_the_results_of_a_transform_are_kept():
     pairs = [
         (x[..., :1].transpose(2, 0, 1) / np.float32(255) - 0.5, int(y)) for x, y in zip(IMAGES, LABELS, strict=True)
     ]
@@ -162,14 +162,14 @@ def test_a_folder_of_images_for_each_class_is_a_data_set(folder):
     assert len(fp.from_folder(folder / "train").y_test) == 2
 
 
-def test_a_side_stretches_images_of_several_sizes(folder):
+def test_images_of_several_sizes_are_refused_unless_stretched_to_a_side(folder):
     Pillow.fromarray(np.zeros((9, 9), np.uint8)).save(folder / "train/cat/other.png")
     with pytest.raises(fp.UserError, match=r"one size, not \(6, 5, 3\), \(9, 9, 3\): resize them"):
         fp.from_folder(folder)
     assert fp.from_folder(folder, side=8).x_train.shape == (13, 8, 8, 3)
 
 
-def test_grey_values_of_16_bits_are_kept(tmp_path):
+def test_grey_values_of_16_bits_are_kept_unless_mixed_with_colour_images(tmp_path):
     grey = 4000 * np.arange(16, dtype=np.uint16).reshape(4, 4)
     for name in ("cat", "dog"):
         (tmp_path / "train" / name).mkdir(parents=True)
@@ -184,7 +184,7 @@ def test_grey_values_of_16_bits_are_kept(tmp_path):
         fp.from_folder(tmp_path)
 
 
-def test_folders_that_do_not_fit_are_named(folder, tmp_path):
+def test_unsuitable_folders_are_named(folder, tmp_path):
     with pytest.raises(fp.UserError, match=r"there is no folder .*nowhere"):
         fp.from_folder(tmp_path / "nowhere")
     (folder / "val/dogg").mkdir()

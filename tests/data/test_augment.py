@@ -16,7 +16,7 @@ draw = jax.jit(augment.draw, static_argnums=(0, 2))
 CIFAR100 = augment.pipeline("cifar100", True, (32, 32, 3))
 
 
-def made_up(*shape, seed=0):
+def random_pixels(*shape, seed=0):
     return np.random.default_rng(seed).integers(1, 256, shape, dtype=np.uint8)
 
 
@@ -24,8 +24,8 @@ transform = jax.jit(augment.transform, static_argnums=0)
 
 
 def transformed(pipeline, image, offset=(0, 0), flip=False, degrees=0.0):
-    own = Draws(jnp.array(offset, jnp.int32), jnp.array(flip), jnp.float32(degrees))
-    return np.asarray(transform(pipeline, image, own))
+    draws = Draws(jnp.array(offset, jnp.int32), jnp.array(flip), jnp.float32(degrees))
+    return np.asarray(transform(pipeline, image, draws))
 
 
 def cropped(image, offset, border):
@@ -52,33 +52,33 @@ def turned(image, degrees):
 @pytest.mark.parametrize("border", ["reflect", "zero"])
 @pytest.mark.parametrize("offset", [(0, 0), (-4, -4), (4, 4), (-3, 2), (1, -4)])
 def test_crop_is_a_window_of_the_padded_image(border, offset):
-    image = made_up(9, 7, 3)
+    image = random_pixels(9, 7, 3)
     result = transformed(Pipeline(crop=border), image, offset)
     np.testing.assert_array_equal(result, cropped(image, offset, border))
 
 
 @pytest.mark.parametrize("flip", [False, True])
 def test_flip_mirrors_left_and_right(flip):
-    image = made_up(6, 5, 1)
+    image = random_pixels(6, 5, 1)
     np.testing.assert_array_equal(transformed(Pipeline(flip=True), image, flip=flip), image[:, ::-1] if flip else image)
 
 
 @pytest.mark.parametrize("shape", [(32, 32, 3), (8, 8, 1), (9, 12, 2)])
 @pytest.mark.parametrize("degrees", [0.0, 14.9, -15.0, 7.3, -3.1])
 def test_rotation_takes_the_nearest_pixel_and_zeros_outside(shape, degrees):
-    image = made_up(*shape)
+    image = random_pixels(*shape)
     result = transformed(Pipeline(rotate=15.0), image, degrees=degrees)
     np.testing.assert_array_equal(result, turned(image, degrees))
 
 
 def test_quarter_turn_is_exact():
-    image = made_up(8, 8, 3)
+    image = random_pixels(8, 8, 3)
     np.testing.assert_array_equal(transformed(Pipeline(rotate=90.0), image, degrees=90.0), np.rot90(image))
 
 
 @pytest.mark.parametrize("border", ["reflect", "zero"])
-def test_order_is_crop_then_flip_then_rotation(border):
-    image, offset, degrees = made_up(12, 12, 3), (3, -4), 12.5
+def test_the_order_is_crop_then_flip_then_rotation(border):
+    image, offset, degrees = random_pixels(12, 12, 3), (3, -4), 12.5
     pipeline = Pipeline(crop=border, flip=True, rotate=15.0)
     expected = turned(cropped(image, offset, border)[:, ::-1], degrees)
     np.testing.assert_array_equal(transformed(pipeline, image, offset, True, degrees), expected)
@@ -86,7 +86,7 @@ def test_order_is_crop_then_flip_then_rotation(border):
 
 def test_normalisation_scales_then_standardises(x64):
     pipeline = augment.pipeline("cifar10", False, (4, 4, 3))
-    images = made_up(5, 4, 4, 3)
+    images = random_pixels(5, 4, 4, 3)
     result = augment.prepare(pipeline, images, None, train=True, dtype=jnp.float64)
     expected = (images / 255 - np.array([0.4914, 0.4822, 0.4465])) / np.array([0.2470, 0.2435, 0.2615])
     np.testing.assert_allclose(result, expected, rtol=1e-13, atol=1e-14)
@@ -94,13 +94,13 @@ def test_normalisation_scales_then_standardises(x64):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16])
-def test_result_has_the_dtype_asked_for(x64, dtype):
-    images = made_up(2, 32, 32, 3)
+def test_the_result_has_the_requested_dtype(x64, dtype):
+    images = random_pixels(2, 32, 32, 3)
     assert prepare(CIFAR100, images, jax.random.key(0), train=True, dtype=dtype).dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["svhn", "mnist", "fashion_mnist", "unheard_of"])
-def test_sets_without_recipe_are_not_augmented(name):
+def test_data_sets_without_a_recipe_are_not_augmented(name):
     assert not augment.pipeline(name, True, (28, 28, 3)).random
 
 
@@ -109,47 +109,47 @@ def test_sets_without_recipe_are_not_augmented(name):
     [("cifar10", ("reflect", True, 0.0)), ("cifar100", ("zero", True, 15.0)), ("svhn", ("none", False, 0.0))],
 )
 def test_recipes_are_those_of_the_papers(name, expected):
-    made = augment.pipeline(name, True, (32, 32, 3))
-    assert (made.crop, made.flip, made.rotate) == expected
+    pipeline = augment.pipeline(name, True, (32, 32, 3))
+    assert (pipeline.crop, pipeline.flip, pipeline.rotate) == expected
 
 
 def test_evaluation_only_scales_and_normalises():
-    images = made_up(3, 32, 32, 3)
+    images = random_pixels(3, 32, 32, 3)
     result = prepare(CIFAR100, images, None, train=False)
     expected = (images / 255 - np.array(CIFAR100.mean)) / np.array(CIFAR100.std)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_random_needs_no_key():
-    images = made_up(3, 28, 28, 1)
+def test_a_pipeline_without_random_transforms_needs_no_key():
+    images = random_pixels(3, 28, 28, 1)
     result = augment.prepare(Pipeline(), images, None, train=True)
     np.testing.assert_allclose(result, images.astype(np.float32) / 255, rtol=1e-6)
 
 
 @pytest.mark.thorough
 def test_same_key_gives_the_same_images():
-    images = made_up(8, 32, 32, 3)
+    images = random_pixels(8, 32, 32, 3)
     first, second = (prepare(CIFAR100, images, jax.random.key(7), train=True) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
-def test_other_key_gives_other_images():
-    images = made_up(8, 32, 32, 3)
+def test_another_key_gives_other_images():
+    images = random_pixels(8, 32, 32, 3)
     first, second = (prepare(CIFAR100, images, jax.random.key(k), train=True) for k in (7, 8))
     assert (first != second).any(axis=(1, 2, 3)).all()
 
 
-def test_images_of_a_batch_draw_differently():
-    same = np.repeat(made_up(1, 32, 32, 3), 8, axis=0)
-    result = np.asarray(prepare(CIFAR100, same, jax.random.key(0), train=True))
+def test_equal_images_in_a_batch_are_augmented_differently():
+    images = np.repeat(random_pixels(1, 32, 32, 3), 8, axis=0)
+    result = np.asarray(prepare(CIFAR100, images, jax.random.key(0), train=True))
     assert len(np.unique(result.reshape(8, -1), axis=0)) == 8
 
 
-def test_a_function_of_ones_own_has_a_key_for_each_image():
+def test_an_own_augmentation_gets_a_different_key_for_each_image():
     def noise(image, key):
         return jax.random.bits(key, image.shape, jnp.uint8)
 
-    result = np.asarray(prepare(Pipeline(own=noise), made_up(8, 4, 4, 3), jax.random.key(0), train=True))
+    result = np.asarray(prepare(Pipeline(own=noise), random_pixels(8, 4, 4, 3), jax.random.key(0), train=True))
     assert len(np.unique(result.reshape(8, -1), axis=0)) == 8
 
 
@@ -173,7 +173,7 @@ def test_draws_do_not_depend_on_x64():
 
 @pytest.mark.thorough
 def test_lanes_equal_single_batches():
-    images, keys = made_up(2, 8, 32, 32, 3), jax.random.split(jax.random.key(5), 2)
+    images, keys = random_pixels(2, 8, 32, 32, 3), jax.random.split(jax.random.key(5), 2)
     lanes = jax.jit(jax.vmap(lambda x, key: augment.prepare(CIFAR100, x, key, train=True)))(images, keys)
     single = np.stack([prepare(CIFAR100, x, key, train=True) for x, key in zip(images, keys, strict=True)])
     np.testing.assert_allclose(lanes, single, rtol=1e-6, atol=1e-6)

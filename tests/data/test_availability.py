@@ -1,4 +1,4 @@
-"""Clients that are not always there: who is drawn, who is lost, what counts, and files of probabilities."""
+"""Availability of clients: selection, dropout, weights of a round, and files of probabilities."""
 
 from pathlib import Path
 
@@ -21,55 +21,59 @@ from fedjax_pcdd.training.inputs import check_inputs
 from fedjax_pcdd.training.tasks import setup
 
 
-def simulated(known=None, name="scaffold"):
-    parts, method = toy.federation(), METHODS[name]()
-    model = build_model("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
-    experiment = Experiment(parts, method, Local(1, 8, "keep", lr=0.05), 0, availability=known)
+def build_simulation(client_availability=None, method_name="scaffold"):
+    federation, method = toy.federation(), METHODS[method_name]()
+    model = build_model("mlp", num_classes=toy.CLASSES, image_shape=federation.image_shape)
+    experiment = Experiment(federation, method, Local(1, 8, "keep", lr=0.05), 0, availability=client_availability)
     return Simulation(method.build(model), [experiment], pipeline=Pipeline(), cohort=4, rounds=3)
 
 
-def test_nobody_is_drawn_who_is_not_there_and_nobody_counts_who_is_lost():
-    known = Availability(np.array([[1, 0, 1, 1, 1], [1, 1, 1, 1, 0]]), np.array([0, 0, 0, 1, 0]))
-    one = simulated(known)
-    assert [one.clients_of(r)[0].tolist() for r in (0, 1, 2)] == [[0, 2, 4], [0, 1, 2], [0, 2, 4]]
-    jobs = one.plan(0)[1]
+def test_unavailable_clients_are_not_selected_and_dropped_out_ones_weigh_nothing():
+    client_availability = Availability(np.array([[1, 0, 1, 1, 1], [1, 1, 1, 1, 0]]), np.array([0, 0, 0, 1, 0]))
+    simulation = build_simulation(client_availability)
+    assert [simulation.clients_of(r)[0].tolist() for r in (0, 1, 2)] == [[0, 2, 4], [0, 1, 2], [0, 2, 4]]
+    jobs = simulation.plan(0)[1]
     assert jobs.steps[3] == jobs.weight[3] == 0
     assert jobs.weight.sum() == pytest.approx(1)
 
 
 @pytest.mark.thorough
-def test_a_round_is_that_of_the_clients_that_stayed():
-    """Which `test_contract` asks of every method: those absent keep their state, weights are of those who trained."""
-    known = Availability(np.array([[1, 0, 1, 1, 1]]), np.array([0, 0, 0, 1, 0]))
-    one, other = simulated(known), simulated()
-    states = [one.step(one.start(), 0), other.step(other.start(), 0, other.plan(0, [np.array([0, 2, 4])]))]
+def test_a_round_equals_one_of_only_the_clients_that_stay():
+    """Absent clients keep their state, and the weights are of those that train."""
+    client_availability = Availability(np.array([[1, 0, 1, 1, 1]]), np.array([0, 0, 0, 1, 0]))
+    unreliable, reliable = build_simulation(client_availability), build_simulation()
+    states = [
+        unreliable.step(unreliable.start(), 0),
+        reliable.step(reliable.start(), 0, reliable.plan(0, [np.array([0, 2, 4])])),
+    ]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.thorough
-def test_a_round_without_anybody_changes_nothing():
-    one = simulated(Availability(np.zeros((1, 5)), np.zeros(5)))
-    before = jax.tree.map(np.array, one.start())
-    after, _ = one.step(one.start(), 0)
+def test_a_round_without_available_clients_changes_nothing():
+    simulation = build_simulation(Availability(np.zeros((1, 5)), np.zeros(5)))
+    before = jax.tree.map(np.array, simulation.start())
+    after, _ = simulation.step(simulation.start(), 0)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_all_are_tuned_whoever_is_there():
-    tuner = simulated(Availability(np.zeros((1, 5)), np.zeros(5)), "fedavg").tuner(1)
+def test_all_clients_are_fine_tuned_even_if_unavailable():
+    tuner = build_simulation(Availability(np.zeros((1, 5)), np.zeros(5)), "fedavg").tuner(1)
     assert len(tuner.clients_of(0)[0]) == 5
 
 
-def test_the_model_has_days_and_draws_that_belong_to_the_client():
+def test_the_model_has_days_of_24_rounds_and_new_draws_in_every_round():
     small, large = (availability("model", 0.2, clients, 7) for clients in (50, 2000))
-    assert [len(one.probability) for one in (small, large)] == [24, 24]
-    there = np.stack([large.available(7, r) for r in range(48)])
-    np.testing.assert_array_equal(there[3], large.available(7, 3))
-    assert (there[3] != there[27]).any()
-    np.testing.assert_allclose(large.probability.mean(0), there.mean(0), atol=0.4)
+    assert [len(model.probability) for model in (small, large)] == [24, 24]
+    available = np.stack([large.available(7, r) for r in range(48)])
+    np.testing.assert_array_equal(available[3], large.available(7, 3))
+    assert (available[3] != available[27]).any()
+    noise = available.mean(0) - large.probability.mean(0)  # the probabilities of clients have a spread of 0.12
+    assert noise.std() < 0.09
     assert (np.ptp(large.probability, 0) > 0.2).all()
-    assert 0.3 < there.mean() < 0.5
+    assert 0.3 < available.mean() < 0.5
     assert large.stay(7, 0).mean() == pytest.approx(0.8, abs=0.03)
     assert availability(None, 0.0, 50, 7) is None
 
@@ -85,62 +89,65 @@ def test_the_model_has_days_and_draws_that_belong_to_the_client():
         ({"probability": np.eye(5) > 0, "lost": np.ones(5) > 0}, "no client is ever there until a round ends"),
     ],
 )
-def test_a_file_of_something_else_is_a_sentence(tmp_path, arrays, sentence):
+def test_unsuitable_files_are_refused_with_a_sentence(tmp_path, arrays, sentence):
     np.savez(tmp_path / "there.npz", **arrays)
     with pytest.raises(fp.UserError, match=sentence):
         availability(str(tmp_path / "there.npz"), 0.0, 5, 0)
 
 
-def test_a_file_is_repeated_and_may_say_who_is_lost(tmp_path):
+def test_probabilities_of_a_file_repeat_and_it_may_set_dropouts(tmp_path):
     np.savez(tmp_path / "there.npz", probability=[[0, 1], [1, 0]], lost=[0.0, 1.0])
-    known = availability(str(tmp_path / "there.npz"), 0.0, 2, 0)
-    assert [known.available(0, r).tolist() for r in (0, 1, 2)] == [[False, True], [True, False], [False, True]]
-    assert known.stay(0, 0).tolist() == [True, False]
+    from_file = availability(str(tmp_path / "there.npz"), 0.0, 2, 0)
+    assert [from_file.available(0, r).tolist() for r in (0, 1, 2)] == [[False, True], [True, False], [False, True]]
+    assert from_file.stay(0, 0).tolist() == [True, False]
     with pytest.raises(fp.UserError, match="says who is lost: drop lost_share"):
         availability(str(tmp_path / "there.npz"), 0.5, 2, 0)
 
 
 @pytest.mark.thorough
-def test_who_is_there_who_is_lost_and_who_is_drawn_are_independent():
-    clients, rounds, size = 20, 6000, 3
-    known = Availability(np.full((1, clients), 0.3), np.full(clients, 0.1))
-    there = np.stack([known.available(5, r) for r in range(rounds)])
-    stay = np.stack([known.stay(5, r) for r in range(rounds)])
-    drawn = np.zeros_like(there)
+def test_availability_dropout_and_selection_are_independent():
+    clients, rounds, cohort_size = 20, 6000, 3
+    client_availability = Availability(np.full((1, clients), 0.3), np.full(clients, 0.1))
+    available = np.stack([client_availability.available(5, r) for r in range(rounds)])
+    stays = np.stack([client_availability.stay(5, r) for r in range(rounds)])
+    selected = np.zeros_like(available)
     for r in range(rounds):
-        drawn[r, cohort(5, r, np.arange(clients), size, there[r])] = True
-    deviation = np.sqrt(0.09 / there.sum())
-    assert 1 - stay[there].mean() == pytest.approx(0.1, abs=4 * deviation)
-    assert 1 - stay[drawn].mean() == pytest.approx(0.1, abs=4 * np.sqrt(0.09 / drawn.sum()))
-    shares = drawn.sum(0) / there.sum(0)
-    assert np.ptp(shares) < 0.1  # some 0.5, of 1800 rounds each
-    everyone = np.stack([cohort(5, r, np.arange(clients), size) for r in range(rounds)])
-    lost = np.array([1 - stay[(everyone == k).any(1), k].mean() for k in range(clients)])
-    assert lost.max() < 0.16
+        selected[r, cohort(5, r, np.arange(clients), cohort_size, available[r])] = True
+    deviation = np.sqrt(0.09 / available.sum())
+    assert 1 - stays[available].mean() == pytest.approx(0.1, abs=4 * deviation)
+    assert 1 - stays[selected].mean() == pytest.approx(0.1, abs=4 * np.sqrt(0.09 / selected.sum()))
+    selection_rates = selected.sum(0) / available.sum(0)
+    assert np.ptp(selection_rates) < 0.1  # each is about 0.5, over some 1800 rounds
+    cohorts = np.stack([cohort(5, r, np.arange(clients), cohort_size) for r in range(rounds)])
+    dropout_rates = np.array([1 - stays[(cohorts == k).any(1), k].mean() for k in range(clients)])
+    assert dropout_rates.max() < 0.16
 
 
-def test_a_run_whose_clients_were_drawn_otherwise_is_not_continued():
-    given = {"method": "fedavg", "clients": 4, "beta": 1.0, "lost_share": 0.5}
-    pairs = [build(given), build(given | {"seed": 1}), build(given | {"lost_share": 0.0})]
-    one, other, nobody = ({"options": {}, "availability": setup([p]).inputs(0, *p)["availability"]} for p in pairs)
-    assert nobody["availability"] is None
-    check_inputs(one, one, Path("run"), print)
-    for before in (other, nobody, {"options": {}}):  # the last as one of before this was noted
+def test_a_run_with_other_draws_of_clients_is_not_resumed():
+    options = {"method": "fedavg", "clients": 4, "beta": 1.0, "lost_share": 0.5}
+    configurations = [build(options), build(options | {"seed": 1}), build(options | {"lost_share": 0.0})]
+    inputs, other_seed, no_dropout = (
+        {"options": {}, "availability": setup([configuration]).inputs(0, *configuration)["availability"]}
+        for configuration in configurations
+    )
+    assert no_dropout["availability"] is None
+    check_inputs(inputs, inputs, Path("run"), print)
+    for recorded in (other_seed, no_dropout, {"options": {}}):  # the last is of a version that recorded no availability
         with pytest.raises(fp.UserError, match="clients were drawn otherwise when the run in run began"):
-            check_inputs(before, one, Path("run"), print)
-    check_inputs({"options": {}}, nobody, Path("run"), print)
+            check_inputs(recorded, inputs, Path("run"), print)
+    check_inputs({"options": {}}, no_dropout, Path("run"), print)
 
 
 def test_the_first_round_of_the_model_follows_its_probabilities():
-    known = availability("model", 0.0, 20_000, 3)
-    there, chances = known.available(3, 0), known.probability[0]
+    model = availability("model", 0.0, 20_000, 3)
+    available, probabilities = model.available(3, 0), model.probability[0]
     for low, high in ((0.0, 0.1), (0.1, 0.3), (0.3, 0.6), (0.6, 0.9)):
-        some = (chances >= low) & (chances < high)
-        assert there[some].mean() == pytest.approx(chances[some].mean(), abs=0.03)
+        clients = (probabilities >= low) & (probabilities < high)
+        assert available[clients].mean() == pytest.approx(probabilities[clients].mean(), abs=0.03)
 
 
 @pytest.mark.parametrize("options", [{"availability": "night"}, {"lost_share": 0.1, "task": "digits_domains"}])
-def test_options_that_make_no_sense_are_a_sentence(options):
+def test_unsuitable_options_are_refused(options):
     with pytest.raises(fp.UserError, match="availability"):
         RunConfig(**options, local_epochs=1)
 

@@ -11,10 +11,10 @@ from fedjax_pcdd.data.partition import dirichlet, pcdd
 
 
 def families(g, pattern):
-    """The matches of `pattern` among the names of the arrays; there is at least one."""
-    found = [m for m in (re.fullmatch(pattern, name) for name in g) if m]
-    assert found, pattern
-    return found
+    """The matches of `pattern` among the names of the arrays; asserts that there is at least one."""
+    matches = [match for match in (re.fullmatch(pattern, name) for name in g) if match]
+    assert matches, pattern
+    return matches
 
 
 def number_of_classes(g):

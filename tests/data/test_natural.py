@@ -1,4 +1,4 @@
-"""Federations on disk, client by client: written, mapped, refused where they are not whole, and large ones."""
+"""Federations on disk, client by client: writing, memory-mapping, refusal of incomplete ones, a million clients."""
 
 import json
 import resource
@@ -15,46 +15,46 @@ from fedjax_pcdd.data.natural import META
 from fedjax_pcdd.data.partition import partition
 
 
-def made(classes=3, clients=(4, 0, 7)):
-    """Samples of clients, one of which has none for training."""
+def client_samples(num_classes=3, train_sizes=(4, 0, 7)):
+    """Training and test samples of each client; one has none for training."""
     rng = np.random.default_rng(0)
-    for number in clients:
-        x, y = rng.integers(0, 256, (number + 2, 5, 4, 1), dtype=np.uint8), rng.integers(0, classes, number + 2)
+    for size in train_sizes:
+        x, y = rng.integers(0, 256, (size + 2, 5, 4, 1), dtype=np.uint8), rng.integers(0, num_classes, size + 2)
         yield x[2:], y[2:], x[:2], y[:2]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return fp.write_federation(tmp_path / "own", made(), num_classes=3, class_names=["a", "b", "c"])
+    return fp.write_federation(tmp_path / "own", client_samples(), num_classes=3, class_names=["a", "b", "c"])
 
 
-def test_a_client_with_nothing_but_levels_0_and_1_has_images_like_those_of_others(tmp_path):
+def test_images_of_only_0_and_1_are_kept_as_uint8_like_those_of_other_clients(tmp_path):
     dark = np.ones((3, 5, 4, 1), np.uint8)
-    folder = fp.write_federation(tmp_path / "dark", [*made(), (dark, [0, 1, 2])])
+    folder = fp.write_federation(tmp_path / "dark", [*client_samples(), (dark, [0, 1, 2])])
     np.testing.assert_array_equal(fp.load_dataset(str(folder)).x_train[-3:], dark)
     with pytest.raises(fp.UserError, match=r"client 3 are float32 \[5, 4, 1\], those before uint8"):
-        fp.write_federation(tmp_path / "other", [*made(), (dark.astype(np.float32), [0, 1, 2])])
+        fp.write_federation(tmp_path / "other", [*client_samples(), (dark.astype(np.float32), [0, 1, 2])])
 
 
-def test_clients_come_back_with_their_samples(folder):
+def test_clients_are_loaded_with_the_samples_that_were_written(folder):
     data = fp.load_dataset(str(folder))
-    parts = fp.partition(data, "natural").partition
+    lists = fp.partition(data, "natural").partition
     assert (data.name, data.num_classes, data.class_names) == ("own", 3, ("a", "b", "c"))
     assert isinstance(data.x_train, np.memmap)
-    for k, (x, y, x_test, y_test) in enumerate(made()):
-        np.testing.assert_array_equal(data.x_train[parts.train[k]], x)
-        np.testing.assert_array_equal(data.y_train[parts.train[k]], y)
-        np.testing.assert_array_equal(data.x_test[parts.test[k]], x_test)
-        np.testing.assert_array_equal(data.y_test[parts.test[k]], y_test)
+    for k, (x, y, x_test, y_test) in enumerate(client_samples()):
+        np.testing.assert_array_equal(data.x_train[lists.train[k]], x)
+        np.testing.assert_array_equal(data.y_train[lists.train[k]], y)
+        np.testing.assert_array_equal(data.x_test[lists.test[k]], x_test)
+        np.testing.assert_array_equal(data.y_test[lists.test[k]], y_test)
 
 
-def test_clients_without_test_samples_come_back_too(tmp_path):
-    clients = [(x, y) for x, y, *_ in made()]
+def test_clients_without_test_samples_are_loaded_too(tmp_path):
+    clients = [(x, y) for x, y, *_ in client_samples()]
     data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", clients)))
     assert (data.x_train.shape, data.x_test.shape, data.x_test.dtype) == ((11, 5, 4, 1), (0, 5, 4, 1), np.uint8)
-    parts = partition("natural", data.y_train, data.y_test, groups=data.groups)
-    assert [len(own) for own in parts.train] == [4, 7]  # one has no sample at all
-    assert [len(own) for own in parts.test] == [0, 0]
+    lists = partition("natural", data.y_train, data.y_test, groups=data.groups)
+    assert [len(indices) for indices in lists.train] == [4, 7]  # one client has no samples at all, and is left out
+    assert [len(indices) for indices in lists.test] == [0, 0]
 
 
 @pytest.mark.parametrize("labels", [([4], [0], [1], [0]), ([0], [4], [1], [0]), ([0], [0], [1], [4])])
@@ -64,7 +64,7 @@ def test_classes_are_counted_from_the_labels_of_all_clients_and_both_splits(tmp_
     assert fp.load_dataset(str(fp.write_federation(tmp_path / "own", clients))).num_classes == 5
 
 
-def test_validation_samples_are_not_lost_on_the_way_to_disk(tmp_path):
+def test_a_federation_with_held_out_validation_samples_is_not_written(tmp_path):
     federation = hold_out(fp.partition(fp.load_dataset("digits"), "iid", clients=3), 0.1, 0)
     with pytest.raises(fp.UserError, match="before they are held out"):
         fp.write_federation(tmp_path / "own", federation)
@@ -72,16 +72,16 @@ def test_validation_samples_are_not_lost_on_the_way_to_disk(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_federation_trains_from_disk_to_the_same_numbers(tmp_path):
+def test_training_from_disk_gives_the_same_loss(tmp_path):
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3)
     folder = fp.write_federation(tmp_path / "digits_by_client", federation)
-    again = fp.partition(fp.load_dataset(str(folder)), "natural")
+    loaded = fp.partition(fp.load_dataset(str(folder)), "natural")
     options = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "model": "mlp"}
-    losses = [fp.simulate(one, fp.FedAvg(), **options).rows[-1]["loss"] for one in (federation, again)]
+    losses = [fp.simulate(fed, fp.FedAvg(), **options).rows[-1]["loss"] for fed in (federation, loaded)]
     assert losses[0] == losses[1]
 
 
-def test_the_command_writes_the_writers_of_a_data_set(tmp_path, capsys):
+def test_the_prepare_command_writes_a_client_for_each_writer(tmp_path, capsys):
     x, y = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 3
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y, writer=np.arange(12) % 2)
     assert prepare_main(["mine", f"--data-dir={tmp_path}", f"--federation={tmp_path / 'mine'}"]) == 0
@@ -91,7 +91,7 @@ def test_the_command_writes_the_writers_of_a_data_set(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", [META, "x_train.npy", "y_train.npy", "offsets_train.npy", "y_test.npy"])
-def test_files_that_are_missing_or_cut_are_one_sentence(folder, name):
+def test_missing_or_truncated_files_are_refused_with_one_sentence(folder, name):
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: len(content) - 3])
     with pytest.raises(fp.UserError, match=r"own is not a complete federation .*: write it anew"):
@@ -101,7 +101,7 @@ def test_files_that_are_missing_or_cut_are_one_sentence(folder, name):
         fp.load_dataset(str(folder))
 
 
-def test_files_that_do_not_fit_together_are_one_sentence(folder):
+def test_inconsistent_files_are_refused_with_one_sentence(folder):
     np.save(folder / "offsets_train.npy", np.array([0, 4, 4, 10]))
     with pytest.raises(fp.UserError, match="x, y and offsets of train do not fit together"):
         fp.load_dataset(str(folder))
@@ -116,22 +116,22 @@ def test_files_that_do_not_fit_together_are_one_sentence(folder):
         ([(np.zeros((2, 4, 4)), [0, 5])], "labels run to 5, but there are 3 classes"),
     ],
 )
-def test_clients_that_do_not_fit_together_leave_nothing_behind(tmp_path, clients, sentence):
+def test_inconsistent_clients_are_refused_and_leave_no_files(tmp_path, clients, sentence):
     with pytest.raises(fp.UserError, match=sentence):
         fp.write_federation(tmp_path / "own", clients, num_classes=3)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_is_not_written_twice(folder):
+def test_an_existing_folder_is_not_overwritten(folder):
     with pytest.raises(fp.UserError, match="exists already"):
-        fp.write_federation(folder, made())
+        fp.write_federation(folder, client_samples())
 
 
 @pytest.mark.thorough
 def test_a_million_clients_start_within_a_minute_and_two_gigabytes(tmp_path):
-    clients, each = 1_000_000, 20
-    for part, rows in (("train", clients * each), ("test", clients)):
-        with open(tmp_path / f"x_{part}.npy", "wb") as file:  # sparse: 16 GB that take no space
+    clients, samples_each = 1_000_000, 20
+    for part, rows in (("train", clients * samples_each), ("test", clients)):
+        with open(tmp_path / f"x_{part}.npy", "wb") as file:  # a sparse file: its 16 GB take no space
             header = {"descr": "|u1", "fortran_order": False, "shape": (rows, 28, 28, 1)}
             np.lib.format.write_array_header_1_0(file, header)
             file.truncate(file.tell() + rows * 784)
@@ -139,10 +139,10 @@ def test_a_million_clients_start_within_a_minute_and_two_gigabytes(tmp_path):
         np.save(tmp_path / f"offsets_{part}.npy", np.arange(clients + 1) * (rows // clients))
     meta = {"format": 1, "name": "million", "num_classes": 10, "class_names": None}
     (tmp_path / META).write_text(json.dumps(meta))
-    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, memory_before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = sources.load(str(tmp_path))
     federation = Federation(data, partition("natural", data.y_train, data.y_test, groups=data.groups))
     assert federation.class_counts.shape == (clients, 10)
-    assert (federation.sizes == each).all()
+    assert (federation.sizes == samples_each).all()
     assert time.process_time() - start < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e6  # kilobytes
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before < 2e6  # kilobytes

@@ -71,7 +71,7 @@ def split_by(name, **options):
 
 @quick
 @given(label_sets(), st.integers(1, 12), st.floats(1e-3, 1e5), seeds)
-def test_dirichlet_without_retry_loses_and_doubles_nothing(labels, clients, beta, seed):
+def test_dirichlet_without_retry_gives_every_sample_to_exactly_one_client(labels, clients, beta, seed):
     train, test, num_classes = labels
     split = dirichlet(train, test, clients=clients, num_classes=num_classes, beta=beta, seed=seed, retry=False)
     assert_partition(split, train, test, clients)
@@ -79,7 +79,7 @@ def test_dirichlet_without_retry_loses_and_doubles_nothing(labels, clients, beta
 
 @quick
 @given(label_sets(per_class=20), st.integers(1, 4), seeds)
-def test_dirichlet_with_retry_gives_every_client_the_least_size(labels, clients, seed):
+def test_dirichlet_with_retry_gives_every_client_the_minimum_size(labels, clients, seed):
     train, test, num_classes = labels
     split = dirichlet(train, test, clients=clients, num_classes=num_classes, beta=1.0, seed=seed, min_size=5)
     assert_partition(split, train, test, clients)
@@ -104,25 +104,25 @@ def test_retry_leaves_no_client_empty_where_the_published_split_does():
 
 
 def plain_dirichlet_with_retry(labels, clients, num_classes, beta, seed):
-    """The specified loop, line by line: all lists are redrawn from the continuing stream, shuffled once."""
+    """The specified loop, line by line: retries redraw all lists from the continuing stream; the last are shuffled."""
     rng = np.random.RandomState(seed)
-    least, tries = 0, 0
-    while least < 10:
+    smallest, tries = 0, 0
+    while smallest < 10:
         lists = [[[] for _ in range(clients)] for _ in labels]
         for c in range(num_classes):
             positions = [np.where(y == c)[0] for y in labels]
-            for idx in positions:
-                rng.shuffle(idx)
-            q = rng.dirichlet(np.repeat(beta, clients))
-            for own, idx, y in zip(lists, positions, labels, strict=True):
-                open_ = np.array([len(held) < len(y) / clients for held in own])
-                cuts = (np.cumsum(q * open_ / (q * open_).sum()) * len(idx)).astype(int)[:-1]
-                for held, piece in zip(own, np.split(idx, cuts), strict=True):
-                    held += piece.tolist()
-        least, tries = min(len(held) for held in lists[0]), tries + 1
-    for own in lists:
-        for held in own:
-            rng.shuffle(held)
+            for indices in positions:
+                rng.shuffle(indices)
+            shares = rng.dirichlet(np.repeat(beta, clients))
+            for client_lists, indices, y in zip(lists, positions, labels, strict=True):
+                open_ = np.array([len(client_list) < len(y) / clients for client_list in client_lists])
+                cuts = (np.cumsum(shares * open_ / (shares * open_).sum()) * len(indices)).astype(int)[:-1]
+                for client_list, piece in zip(client_lists, np.split(indices, cuts), strict=True):
+                    client_list += piece.tolist()
+        smallest, tries = min(len(client_list) for client_list in lists[0]), tries + 1
+    for client_lists in lists:
+        for client_list in client_lists:
+            rng.shuffle(client_list)
     return lists, tries
 
 
@@ -132,20 +132,20 @@ def test_retry_redraws_all_lists_from_the_continuing_stream(test_samples):
     expected, tries = plain_dirichlet_with_retry(labels, **RETRIED)
     split = dirichlet(labels[0], balanced(test_samples), **RETRIED)
     assert tries > 1
-    for own, lists in zip(expected, split, strict=False):
-        assert own == [indices.tolist() for indices in lists]
+    for expected_lists, lists in zip(expected, split, strict=False):
+        assert expected_lists == [indices.tolist() for indices in lists]
 
 
 @quick
 @given(pcdd_problems(), seeds)
-def test_pcdd_loses_and_doubles_nothing(problem, seed):
+def test_pcdd_gives_every_sample_to_exactly_one_client(problem, seed):
     train, test, options = problem
     assert_partition(pcdd(train, test, seed=seed, **options), train, test, options["clients"])
 
 
 @quick
 @given(pcdd_problems(), seeds)
-def test_pcdd_clients_own_exactly_their_number_of_classes(problem, seed):
+def test_pcdd_clients_have_exactly_the_given_number_of_classes(problem, seed):
     train, test, options = problem
     counts = class_counts(train, pcdd(train, test, seed=seed, **options).train, options["num_classes"])
     assert ((counts > 0).sum(1) == options["classes_per_client"]).all()
@@ -162,7 +162,7 @@ def test_pcdd_tests_every_client_on_its_training_classes(problem, seed):
 
 @quick
 @given(pcdd_problems(), seeds)
-def test_doubled_pcdd_holds_every_training_sample_twice_on_owners_of_its_class(problem, seed):
+def test_doubled_pcdd_gives_every_training_sample_twice_to_owners_of_its_class(problem, seed):
     train, test, options = problem
     single, double = (pcdd(train, test, seed=seed, doubled=flag, **options) for flag in (False, True))
     np.testing.assert_array_equal(np.bincount(np.concatenate(double.train)), np.full(len(train), 2))
@@ -181,60 +181,61 @@ def test_pcdd_with_all_classes_is_iid(labels, clients, seed):
 
 @quick
 @given(pcdd_problems(), seeds)
-def test_extended_dirichlet_shares_each_class_among_its_owners_alone(problem, seed):
+def test_extended_dirichlet_divides_each_class_among_its_owners_only(problem, seed):
     train, test, options = problem
     split = extended_dirichlet(train, test, seed=seed, beta=0.5, **options)
     assert_partition(split, train, test, options["clients"])
-    counts, equal = (
-        class_counts(train, s.train, options["num_classes"]) for s in (split, pcdd(train, test, seed=seed, **options))
+    counts, pcdd_counts = (
+        class_counts(train, lists.train, options["num_classes"])
+        for lists in (split, pcdd(train, test, seed=seed, **options))
     )
-    assert (counts[equal == 0] == 0).all()
+    assert (counts[pcdd_counts == 0] == 0).all()
 
 
-def test_extended_dirichlet_with_a_large_beta_is_pcdd_in_numbers():
+def test_extended_dirichlet_with_a_large_beta_has_the_class_counts_of_pcdd():
     train, options = balanced(4000), {"clients": 10, "classes_per_client": 3, "num_classes": 10, "seed": 1}
-    even, drawn = (class_counts(train, split.train, 10) for split in (
+    pcdd_counts, counts = (class_counts(train, split.train, 10) for split in (
         pcdd(train, train, **options), extended_dirichlet(train, train, beta=1e6, **options)))  # fmt: skip
-    assert np.abs(even - drawn).max() <= 2
+    assert np.abs(pcdd_counts - counts).max() <= 2
 
 
 @quick
 @given(label_sets(per_class=30), st.integers(1, 5), seeds)
-def test_quantity_skew_differs_in_sizes_and_keeps_the_least(labels, clients, seed):
+def test_quantity_skew_gives_every_client_the_minimum_size(labels, clients, seed):
     train, test, _ = labels
     split = quantity(train, test, clients=clients, seed=seed, beta=0.2)
     assert_partition(split, train, test, clients)
     assert min(map(len, split.train)) >= 10
 
 
-def test_quantity_skew_has_unequal_clients_with_all_classes():
+def test_quantity_skew_gives_clients_unequal_sizes_and_all_classes():
     split = quantity(balanced(5000), balanced(100), clients=5, seed=0, beta=0.3)
-    sizes = np.array([len(x) for x in split.train])
+    sizes = np.array([len(indices) for indices in split.train])
     assert sizes.max() > 3 * sizes.min()
     assert (class_counts(balanced(5000), split.train, 10)[sizes > 200] > 0).all()
 
 
 @pytest.mark.parametrize("beta", [1e-6, 1e-300])
-def test_a_tiny_beta_gives_all_to_one(beta):
-    """Its gammas underflow in most draws, though by no means is the limit of Dirichlet(beta) an even one."""
-    owned, options = balanced(400), {"clients": 4, "num_classes": 10, "classes_per_client": 5}
+def test_a_tiny_beta_gives_as_much_as_possible_to_one_client(beta):
+    """In most draws all gammas underflow to 0, but the limit of Dirichlet(beta) is by no means an even one."""
+    labels, options = balanced(400), {"clients": 4, "num_classes": 10, "classes_per_client": 5}
     for seed in range(20):
-        sizes = sorted(len(x) for x in quantity(owned, owned, clients=4, seed=seed, beta=beta).train)
+        sizes = sorted(len(indices) for indices in quantity(labels, labels, clients=4, seed=seed, beta=beta).train)
         assert sizes[:3] == [10, 10, 10]
-        split = extended_dirichlet(owned, owned, seed=seed, beta=beta, **options)
-        assert (np.sort(class_counts(owned, split.train, 10), 0)[-1] == 40).all()
+        split = extended_dirichlet(labels, labels, seed=seed, beta=beta, **options)
+        assert (np.sort(class_counts(labels, split.train, 10), 0)[-1] == 40).all()
 
 
 @quick
 @given(label_sets(), st.integers(1, 12), seeds)
-def test_iid_loses_and_doubles_nothing_and_is_even(labels, clients, seed):
+def test_iid_gives_every_sample_to_one_client_and_equal_sizes_to_within_one(labels, clients, seed):
     train, test, _ = labels
     split = iid(train, test, clients=clients, seed=seed)
     assert_partition(split, train, test, clients)
     assert np.ptp([len(indices) for indices in split.train]) <= 1
 
 
-def test_iid_permutes_the_training_samples_first():
+def test_iid_permutes_the_training_samples_before_the_test_samples():
     split = iid(np.zeros(30), np.zeros(20), clients=4, seed=5)
     stream = np.random.RandomState(5)
     np.testing.assert_array_equal(np.concatenate(split.train), stream.permutation(30))
@@ -245,10 +246,10 @@ def test_iid_permutes_the_training_samples_first():
 @given(st.lists(st.integers(-3, 3), min_size=1), st.lists(st.integers(-3, 3)))
 def test_natural_clients_are_the_groups(train, test):
     split = natural((train, test))
-    values = sorted(set(train) | set(test))
-    assert_partition(split, train, test, len(values))
-    for value, indices in zip(values, split.train, strict=True):
-        assert all(train[i] == value for i in indices)
+    groups = sorted(set(train) | set(test))
+    assert_partition(split, train, test, len(groups))
+    for group, indices in zip(groups, split.train, strict=True):
+        assert all(train[i] == group for i in indices)
 
 
 @quick
@@ -260,10 +261,10 @@ def test_class_counts_count_every_class_of_every_client(labels, clients, seed):
     np.testing.assert_array_equal(class_counts(train, lists, num_classes), expected)
 
 
-def test_tests_that_follow_the_training_samples_are_of_each_clients_classes():
+def test_following_gives_each_client_test_samples_of_its_training_classes():
     train = (np.array([1, 3]), np.array([0, 2]), np.array([4, 5]))
-    tests = following(train, np.array([0, 1, 0, 1, 0, 0]), np.array([1, 0, 1, 0, 0, 0]))
-    assert [own.tolist() for own in tests] == [[0, 2], [1, 3], [4, 5]]
+    test_lists = following(train, np.array([0, 1, 0, 1, 0, 0]), np.array([1, 0, 1, 0, 0, 0]))
+    assert [indices.tolist() for indices in test_lists] == [[0, 2], [1, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
@@ -296,10 +297,10 @@ def test_global_generators_are_left_alone(name):
 @quick
 @given(st.integers(3, 9), seeds)
 def test_small_beta_gives_fewer_classes_than_large_beta(clients, seed):
-    owned = [
+    owned_classes = [
         (class_counts(balanced(900), split_by_beta(beta, clients, seed).train, 10) > 0).sum() for beta in (0.05, 1e4)
     ]
-    assert owned[0] < owned[1] == clients * 10
+    assert owned_classes[0] < owned_classes[1] == clients * 10
 
 
 def split_by_beta(beta, clients, seed) -> Partition:
@@ -330,20 +331,20 @@ def split_by_beta(beta, clients, seed) -> Partition:
         ("natural", {"groups": None}, "partition"),
     ],
 )
-def test_mistakes_are_answered_by_one_sentence(name, options, sentence):
+def test_mistakes_are_refused_with_one_sentence(name, options, sentence):
     with pytest.raises(UserError, match=sentence) as error:
         split_by(name, **options)
     assert str(error.value).endswith((".", "?"))
 
 
-def test_a_function_from_outside_that_fails_is_one_sentence(tmp_path):
+def test_a_failing_function_from_outside_is_reported_in_one_sentence(tmp_path):
     (tmp_path / "split.py").write_text("def by_hospital(y_train):\n    raise ValueError('oops\\nagain')\n")
     with pytest.raises(UserError, match=r"^partition .*split\.py:by_hospital fails: ValueError: oops\.$"):
         partition(f"{tmp_path / 'split.py'}:by_hospital", [0, 1], [0, 1])
 
 
 @pytest.mark.parametrize(
-    ("train", "sizes", "words"),
+    ("train", "sizes", "sentence"),
     [
         ([0.5, 1.5, 2.5], [2, 1], "must be integers"),
         (list(range(10)), [5, 2], "adds up to 7, but train has 10"),
@@ -351,8 +352,8 @@ def test_a_function_from_outside_that_fails_is_one_sentence(tmp_path):
         (list(range(4)), [5, -1], "adds up to 4"),
     ],
 )
-def test_sizes_that_do_not_fit_their_lists_are_refused(tmp_path, train, sizes, words):
+def test_sizes_that_do_not_fit_their_lists_are_refused(tmp_path, train, sizes, sentence):
     file = tmp_path / "lists.npz"
     np.savez(file, train=train, train_size=sizes, test=[0, 1], test_size=[1, 1])
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=sentence):
         load_partition(file)

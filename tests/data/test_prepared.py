@@ -1,4 +1,4 @@
-"""Data sets that TensorFlow Datasets prepared: read, mapped, refused where they are damaged, and the command for it."""
+"""Data sets prepared by TensorFlow Datasets: reading, memory-mapping, damage, and the command that prepares them."""
 
 import importlib.util
 import io
@@ -25,7 +25,7 @@ def tfds():
 
 
 def examples(n, seed):
-    """PNG files, so that TFDS has nothing to encode (for which it would need TensorFlow)."""
+    """Images as PNG files, so that TFDS has nothing to encode (for which it would need TensorFlow)."""
     from PIL import Image
 
     for i, image in enumerate(np.random.default_rng(seed).integers(0, 256, (n, 6, 5, 3), dtype=np.uint8)):
@@ -66,7 +66,7 @@ def prepared_root(builder_class, tmp_path_factory):
 
 @pytest.fixture
 def prepared(prepared_root, tmp_path):
-    """A folder of its own: root/pcdd_tiny/1.0.0."""
+    """The root of a copy of pcdd_tiny/1.0.0 that belongs to one test."""
     return Path(shutil.copytree(prepared_root / "pcdd_tiny", tmp_path / "pcdd_tiny")).parent
 
 
@@ -84,23 +84,23 @@ def multiset(x, y):
 
 
 @pytest.mark.thorough
-def test_prepared_folder_gives_back_the_images(prepared, no_network):
+def test_the_images_and_labels_of_a_prepared_folder_are_read(prepared, no_network):
     dataset = sources.load("pcdd_tiny", prepared)
     for x, y, n, seed in ((dataset.x_train, dataset.y_train, 9, 0), (dataset.x_test, dataset.y_test, 4, 1)):
         assert multiset(x, y) == sorted((label, image.tobytes()) for _, image, _, label in examples(n, seed))
 
 
-def test_prepared_folder_gives_back_the_classes(prepared):
+def test_the_classes_of_a_prepared_folder_are_read(prepared):
     dataset = sources.load("pcdd_tiny", prepared)
     assert (dataset.num_classes, dataset.class_names) == (3, ("ant", "bee", "cat"))
 
 
-def test_prepared_folder_is_read_without_tensorflow(prepared, monkeypatch):
+def test_a_prepared_folder_is_read_without_tensorflow(prepared, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     assert sources.load("pcdd_tiny", prepared).x_train.shape == (9, 6, 5, 3)
 
 
-def test_our_names_lead_to_tfds_names(prepared):
+def test_names_of_this_package_lead_to_those_of_tfds(prepared):
     (prepared / "pcdd_tiny").rename(prepared / "svhn_cropped")
     for file in (prepared / "svhn_cropped" / "1.0.0").iterdir():
         file.rename(file.with_name(file.name.replace("pcdd_tiny", "svhn_cropped")))
@@ -109,13 +109,13 @@ def test_our_names_lead_to_tfds_names(prepared):
     assert sources.load("svhn", prepared).name == "svhn"
 
 
-def test_npz_comes_before_tfds(prepared):
+def test_an_npz_file_is_preferred_to_a_prepared_folder(prepared):
     x, y = np.zeros((12, 5, 4, 3), np.uint8), np.zeros(12, np.int32)
     np.savez(prepared / "pcdd_tiny.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     assert sources.load("pcdd_tiny", prepared).x_train.shape == (12, 5, 4, 3)
 
 
-def test_newest_version_is_read(prepared):
+def test_the_newest_complete_version_is_read(prepared):
     (prepared / "pcdd_tiny" / "1.0.0").rename(prepared / "pcdd_tiny" / "10.0.0")
     for version in ("9.0.0", "incomplete.X_11.0.0"):
         (prepared / "pcdd_tiny" / version).mkdir()
@@ -123,7 +123,7 @@ def test_newest_version_is_read(prepared):
     assert len(sources.load("pcdd_tiny", prepared).y_train) == 9
 
 
-def test_several_configurations_must_be_named(tmp_path):
+def test_one_of_several_configurations_must_be_named(tmp_path):
     for configuration in ("letters", "digits"):
         (tmp_path / "kinds" / configuration / "1.0.0").mkdir(parents=True)
         (tmp_path / "kinds" / configuration / "1.0.0" / "dataset_info.json").write_text("{}")
@@ -150,7 +150,7 @@ def test_damaged_prepared_folders_are_named(prepared, name):
         sources.load("pcdd_tiny", prepared)
 
 
-def test_missing_split_is_named(prepared):
+def test_missing_splits_are_named(prepared):
     file = prepared / "pcdd_tiny" / "1.0.0" / "dataset_info.json"
     info = json.loads(file.read_text())
     info["splits"] = [split for split in info["splits"] if split["name"] == "train"]
@@ -159,7 +159,7 @@ def test_missing_split_is_named(prepared):
         sources.load("pcdd_tiny", prepared)
 
 
-# Mapped
+# Memory-mapped
 
 
 def mapped(prepared):
@@ -168,29 +168,29 @@ def mapped(prepared):
 
 @pytest.fixture
 def unpacked(prepared):
-    """A folder whose images lie in mapped files already, and these files."""
+    """A prepared root that is unpacked already, and the folder of its unpacked files."""
     with pytest.warns(UserWarning, match="was unpacked"):
         mapped(prepared)
     return prepared, prepared / "pcdd_tiny" / "1.0.0.unpacked"
 
 
-def test_a_prepared_folder_is_unpacked_once_which_is_said(prepared):
-    with pytest.warns(UserWarning, match="was unpacked") as said:
-        data = mapped(prepared)
-    assert sorted(Path(str(one.message).split()[0]).name for one in said) == sorted(
+def test_a_prepared_folder_is_unpacked_once_with_a_warning_for_each_file(prepared):
+    with pytest.warns(UserWarning, match="was unpacked") as warnings:
+        first = mapped(prepared)
+    assert sorted(Path(str(warning.message).split()[0]).name for warning in warnings) == sorted(
         f"{key}_{part}.npy" for key in "xy" for part in ("train", "validation")
     )
-    assert all(str(one.message).endswith("1.0.0, to be mapped into memory.") for one in said)
-    again = mapped(prepared)  # says nothing, as warnings are errors
-    plain = sources.load("pcdd_tiny", prepared)
-    for one in (data, again):
-        assert isinstance(one.x_train, np.memmap)
+    assert all(str(warning.message).endswith("1.0.0, to be mapped into memory.") for warning in warnings)
+    second = mapped(prepared)  # no warning, which would be an error
+    in_memory = sources.load("pcdd_tiny", prepared)
+    for dataset in (first, second):
+        assert isinstance(dataset.x_train, np.memmap)
         for key in ("x_train", "y_train", "x_test", "y_test"):
-            np.testing.assert_array_equal(getattr(one, key), getattr(plain, key))
-            assert getattr(one, key).dtype == getattr(plain, key).dtype
+            np.testing.assert_array_equal(getattr(dataset, key), getattr(in_memory, key))
+            assert getattr(dataset, key).dtype == getattr(in_memory, key).dtype
 
 
-def test_a_damaged_copy_is_unpacked_anew(unpacked):
+def test_a_damaged_unpacked_file_is_unpacked_again(unpacked):
     prepared, folder = unpacked
     whole = (folder / "x_train.npy").read_bytes()
     for content in (whole[:-1] + b"!", whole[:-1], b""):
@@ -204,8 +204,8 @@ def test_a_damaged_copy_is_unpacked_anew(unpacked):
             mapped(prepared)
 
 
-def test_samples_that_are_prepared_anew_are_unpacked_anew(unpacked):
-    """The training samples become those of the tests."""
+def test_a_folder_that_is_prepared_again_is_unpacked_again(unpacked):
+    """The training samples are replaced by the test samples."""
     prepared, _ = unpacked
     folder = prepared / "pcdd_tiny" / "1.0.0"
     train, tests = (next(folder.glob(f"*-{part}.array_record*")) for part in ("train", "validation"))
@@ -219,36 +219,36 @@ def test_samples_that_are_prepared_anew_are_unpacked_anew(unpacked):
     assert multiset(data.x_train, data.y_train) == multiset(data.x_test, data.y_test)
 
 
-def test_damaged_records_are_a_sentence_though_there_is_a_copy(unpacked):
+def test_damaged_records_are_refused_although_they_are_unpacked_already(unpacked):
     prepared, _ = unpacked
     (file,) = (prepared / "pcdd_tiny" / "1.0.0").glob("*-train.array_record*")
     content = bytearray(file.read_bytes())
-    middle = content.find(b"IHDR")
-    content[middle if middle > 0 else 200] ^= 255
+    position = content.find(b"IHDR")
+    content[position if position > 0 else 200] ^= 255
     file.write_bytes(content)
     with pytest.raises(UserError, match=r"pcdd_tiny/1\.0\.0 cannot be used"):
         mapped(prepared)
 
 
 def test_images_are_decoded_one_by_one(prepared, monkeypatch):
-    """Of the pieces that are written none is larger than an image."""
+    """No piece that is written holds more than one image."""
     sizes = []
 
-    def counted(source, name, digest, like, count, pieces, original=prepared_data.unpacked):
-        def each():
+    def recording_unpacked(source, name, digest, like, count, pieces, original=prepared_data.unpacked):
+        def recorded_pieces():
             for piece in pieces():
                 sizes.append(len(piece) if name.startswith("x") else 1)
                 yield piece
 
-        return original(source, name, digest, like, count, each)
+        return original(source, name, digest, like, count, recorded_pieces)
 
-    monkeypatch.setattr(prepared_data, "unpacked", counted)
+    monkeypatch.setattr(prepared_data, "unpacked", recording_unpacked)
     with pytest.warns(UserWarning, match="was unpacked"):
         mapped(prepared)
     assert set(sizes) == {1}
 
 
-def test_no_folder_for_copies_is_a_sentence(prepared, monkeypatch):
+def test_a_folder_that_cannot_be_unpacked_anywhere_is_refused_with_one_sentence(prepared, monkeypatch):
     (prepared / "pcdd_tiny" / "1.0.0.unpacked").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(prepared / "pcdd_tiny" / "1.0.0.unpacked"))
     with pytest.raises(UserError, match=r"1\.0\.0 cannot be unpacked, 0 MB, into .*XDG_CACHE_HOME") as caught:
@@ -258,15 +258,15 @@ def test_no_folder_for_copies_is_a_sentence(prepared, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*was unpacked from")
-def test_a_run_that_streams_a_prepared_folder_has_the_bits_of_one_on_the_device(prepared, tmp_path):
+def test_streaming_a_prepared_folder_trains_to_the_bits_of_data_on_the_device(prepared, tmp_path):
     options = ["--method=fedmr", "--dataset=pcdd_tiny", f"--data-dir={prepared}", "--clients=2", "--beta=100"]
     options += ["--min-samples=1", "--rounds=2", "--local-epochs=1", "--batch-size=2", "--lanes=1", "--model=mlp"]
     rows = {}
-    for where in ("device", "stream"):
-        folder = tmp_path / where
-        assert main([*options, f"--data={where}", f"--run-dir={folder}", "--quiet"]) == 0
-        known = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        rows[where] = [[row["ga"], row["pa"], row["loss"]] for row in known]
+    for data in ("device", "stream"):
+        folder = tmp_path / data
+        assert main([*options, f"--data={data}", f"--run-dir={folder}", "--quiet"]) == 0
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows[data] = [[row["ga"], row["pa"], row["loss"]] for row in records]
     assert rows["stream"] == rows["device"]
     assert (prepared / "pcdd_tiny" / "1.0.0.unpacked" / "x_train.npy").is_file()
 
@@ -300,12 +300,12 @@ def test_what_prepare_writes_is_what_load_reads(builder_class, monkeypatch, tmp_
     assert sources.load("pcdd_tiny", tmp_path).x_train.shape == (9, 6, 5, 3)
 
 
-@pytest.mark.parametrize(("name", "says"), [("digits", "built in"), ("usps", "usps.npz")])
-def test_prepare_says_what_needs_no_preparation(tmp_path, capsys, name, says):
+@pytest.mark.parametrize(("name", "sentence"), [("digits", "built in"), ("usps", "usps.npz")])
+def test_prepare_refuses_data_sets_that_need_no_preparation(tmp_path, capsys, name, sentence):
     assert prepare_main([name, f"--data-dir={tmp_path}"]) == 2
-    assert says in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err
 
 
-def test_prepare_lists_its_names(capsys):
+def test_prepare_lists_the_names_that_it_takes(capsys):
     assert prepare_main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(sources.TFDS_NAMES)

@@ -24,23 +24,23 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("PCDD_DATA", REPOSITORY.parent / "shared" / "data"))
 
 
-def made_up(seed=0, n_train=12, n_test=6, shape=(5, 4, 3)):
-    random = np.random.default_rng(seed)
+def random_arrays(seed=0, n_train=12, n_test=6, shape=(5, 4, 3)):
+    rng = np.random.default_rng(seed)
     return {
-        "x_train": random.integers(0, 256, (n_train, *shape), dtype=np.uint8),
+        "x_train": rng.integers(0, 256, (n_train, *shape), dtype=np.uint8),
         "y_train": (np.arange(n_train) % 3).astype(np.uint8),
-        "x_test": random.integers(0, 256, (n_test, *shape), dtype=np.uint8),
+        "x_test": rng.integers(0, 256, (n_test, *shape), dtype=np.uint8),
         "y_test": (np.arange(n_test) % 3).astype(np.uint8),
     }
 
 
-def stored(folder, arrays, name="mine"):
+def store_and_load(folder, arrays, name="mine"):
     np.savez_compressed(folder / f"{name}.npz", **arrays)
     return sources.load(name, folder)
 
 
 @functools.cache
-def real(name):
+def real_dataset(name):
     if not (DATA / f"{name}.npz").is_file():
         pytest.skip(f"{name}.npz is not in {DATA}; set PCDD_DATA")
     return sources.load(name, DATA)
@@ -73,8 +73,8 @@ def test_digits_are_the_same_every_time():
 
 
 def test_npz_arrays_come_back_unchanged(tmp_path):
-    arrays = made_up()
-    dataset = stored(tmp_path, arrays)
+    arrays = random_arrays()
+    dataset = store_and_load(tmp_path, arrays)
     for key, value in arrays.items():
         np.testing.assert_array_equal(getattr(dataset, key), value)
     assert dataset.y_train.dtype == np.int32
@@ -82,37 +82,37 @@ def test_npz_arrays_come_back_unchanged(tmp_path):
 
 
 def test_grey_images_without_channel_axis_get_one(tmp_path):
-    assert stored(tmp_path, made_up(shape=(5, 4))).x_train.shape == (12, 5, 4, 1)
+    assert store_and_load(tmp_path, random_arrays(shape=(5, 4))).x_train.shape == (12, 5, 4, 1)
 
 
-def test_classes_give_number_and_names(tmp_path):
-    dataset = stored(tmp_path, made_up() | {"classes": np.array(["a", "b", "c", "never"])})
+def test_an_array_of_classes_gives_their_number_and_names(tmp_path):
+    dataset = store_and_load(tmp_path, random_arrays() | {"classes": np.array(["a", "b", "c", "never"])})
     assert (dataset.num_classes, dataset.class_names) == (4, ("a", "b", "c", "never"))
 
 
-def test_labels_with_gaps_are_told_unless_the_classes_are_named(tmp_path):
-    arrays = made_up()
+def test_labels_with_gaps_cause_a_warning_unless_the_classes_are_named(tmp_path):
+    arrays = random_arrays()
     arrays |= {name: 5 * (arrays[name] > 0) for name in ("y_train", "y_test")}
     with pytest.warns(UserWarning, match="the labels name 2 of 6 classes"):
-        assert stored(tmp_path, arrays).num_classes == 6
-    assert stored(tmp_path, arrays | {"classes": np.array(list("abcdef"))}).num_classes == 6
+        assert store_and_load(tmp_path, arrays).num_classes == 6
+    assert store_and_load(tmp_path, arrays | {"classes": np.array(list("abcdef"))}).num_classes == 6
 
 
 @pytest.mark.parametrize("key", ["writer", "domain"])
-def test_groups_by_split(tmp_path, key):
+def test_groups_may_be_given_for_each_split(tmp_path, key):
     groups = {f"{key}_train": np.arange(12) // 4, f"{key}_test": np.arange(6) // 2}
-    dataset = stored(tmp_path, made_up() | groups)
+    dataset = store_and_load(tmp_path, random_arrays() | groups)
     np.testing.assert_array_equal(dataset.groups_train, np.arange(12) // 4)
     np.testing.assert_array_equal(dataset.groups_test, np.arange(6) // 2)
 
 
-def test_groups_in_one_array_are_training_then_test(tmp_path):
-    dataset = stored(tmp_path, made_up() | {"writer": np.arange(18)})
+def test_groups_in_one_array_are_those_of_training_then_test_samples(tmp_path):
+    dataset = store_and_load(tmp_path, random_arrays() | {"writer": np.arange(18)})
     np.testing.assert_array_equal(dataset.groups_test, np.arange(12, 18))
 
 
-def test_delta_coding_is_undone():
-    images = made_up(shape=(6, 7, 3))["x_train"]
+def test_delta_coding_is_decoded():
+    images = random_arrays(shape=(6, 7, 3))["x_train"]
     coded = images.copy()
     coded[..., 0] -= images[..., 1]
     coded[..., 2] -= images[..., 1]
@@ -121,11 +121,11 @@ def test_delta_coding_is_undone():
 
 
 def test_delta_files_load_as_images(tmp_path):
-    arrays = made_up()
+    arrays = random_arrays()
     delta = np.zeros((12, 3, 5, 4), np.uint8), np.zeros((6, 3, 5, 4), np.uint8)
     delta[0][:, :, :, 0] = 7
     arrays = {"x_train_delta": delta[0], "x_test_delta": delta[1]} | {k: arrays[k] for k in ("y_train", "y_test")}
-    dataset = stored(tmp_path, arrays)
+    dataset = store_and_load(tmp_path, arrays)
     np.testing.assert_array_equal(dataset.x_train, np.broadcast_to([14, 7, 14], (12, 5, 4, 3)).astype(np.uint8))
 
 
@@ -153,22 +153,22 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_foreign_npz_files_are_named_with_what_is_wrong(tmp_path, case):
+def test_unsuitable_npz_files_are_named_with_what_is_wrong(tmp_path, case):
     change, reason = BROKEN[case]
-    arrays = {key: value for key, value in (made_up() | change).items() if value is not None}
+    arrays = {key: value for key, value in (random_arrays() | change).items() if value is not None}
     with pytest.raises(UserError, match=reason) as caught:
-        stored(tmp_path, arrays)
+        store_and_load(tmp_path, arrays)
     assert str(tmp_path / "mine.npz") in str(caught.value)
 
 
-def test_files_without_a_split_say_so(tmp_path):
-    arrays = made_up()
+def test_files_without_a_train_test_split_are_refused(tmp_path):
+    arrays = random_arrays()
     with pytest.raises(UserError, match="no train/test split"):
-        stored(tmp_path, {"x": arrays["x_train"], "y": arrays["y_train"], "domain": arrays["y_train"]})
+        store_and_load(tmp_path, {"x": arrays["x_train"], "y": arrays["y_train"], "domain": arrays["y_train"]})
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut", b"\x93NUMPY", b"\x80\x04."])
-def test_what_is_no_archive_is_refused(tmp_path, content):
+def test_files_that_are_no_archive_are_refused(tmp_path, content):
     (tmp_path / "mine.npz").write_bytes(content)
     with pytest.raises(UserError, match="not a readable npz archive"):
         sources.load("mine", tmp_path)
@@ -182,7 +182,7 @@ def test_a_single_array_is_refused(tmp_path):
 
 
 def test_every_truncation_is_refused(tmp_path):
-    stored(tmp_path, made_up())
+    store_and_load(tmp_path, random_arrays())
     content = (tmp_path / "mine.npz").read_bytes()
     for length in np.linspace(0, len(content) - 1, 60, dtype=int):
         (tmp_path / "mine.npz").write_bytes(content[:length])
@@ -191,8 +191,8 @@ def test_every_truncation_is_refused(tmp_path):
 
 
 @pytest.mark.thorough
-def test_damaged_bytes_are_refused_or_harmless(tmp_path):
-    expected = stored(tmp_path, made_up())
+def test_damaged_bytes_are_refused_or_change_nothing(tmp_path):
+    expected = store_and_load(tmp_path, random_arrays())
     content = np.frombuffer((tmp_path / "mine.npz").read_bytes(), np.uint8)
     refused = 0
     for position in np.random.default_rng(0).integers(0, len(content), 150):
@@ -210,33 +210,33 @@ def test_damaged_bytes_are_refused_or_harmless(tmp_path):
 
 
 @pytest.mark.thorough
-def test_of_a_large_file_only_the_samples_that_are_wanted_are_in_memory(tmp_path, monkeypatch):
+def test_only_the_chosen_samples_of_a_large_file_are_held_in_memory(tmp_path, monkeypatch):
     x = np.arange(2000, dtype=np.uint8).reshape(-1, 1, 1) + np.zeros((1, 160, 160), np.uint8)  # 51 MB
     y = np.arange(2000) % 3
     np.savez_compressed(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x[:9], y_test=y[:9])
     keep = sampler("mine", 30, None, 0)
-    whole = subset(sources.load("mine", tmp_path), keep)
+    expected = subset(sources.load("mine", tmp_path), keep)
     monkeypatch.setattr(npz, "_CHUNK", 1 << 20)
     tracemalloc.start()
-    part = sources.load("mine", tmp_path, keep)
+    dataset = sources.load("mine", tmp_path, keep)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    np.testing.assert_array_equal(part.x_train, whole.x_train)
-    np.testing.assert_array_equal(part.y_train, whole.y_train)
+    np.testing.assert_array_equal(dataset.x_train, expected.x_train)
+    np.testing.assert_array_equal(dataset.y_train, expected.y_train)
     assert peak < 10e6
 
 
-def test_samples_that_are_wanted_keep_their_groups(tmp_path):
+def test_chosen_samples_keep_their_groups(tmp_path):
     x, y = np.arange(24, dtype=np.uint8).reshape(24, 1, 1), np.arange(24) % 3
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y, writer=np.append(x.ravel(), x.ravel()))
-    part = sources.load("mine", tmp_path, sampler("mine", 6, 9, 0))
-    assert (len(part.x_train), len(part.x_test)) == (6, 9)
-    np.testing.assert_array_equal(part.groups_train, part.x_train.ravel())
-    np.testing.assert_array_equal(part.groups_test, part.x_test.ravel())
+    dataset = sources.load("mine", tmp_path, sampler("mine", 6, 9, 0))
+    assert (len(dataset.x_train), len(dataset.x_test)) == (6, 9)
+    np.testing.assert_array_equal(dataset.groups_train, dataset.x_train.ravel())
+    np.testing.assert_array_equal(dataset.groups_test, dataset.x_test.ravel())
 
 
 @pytest.mark.parametrize("rows", [[0, 2, 3, 9], [3, 4, 5], [2, 6], []])
-def test_the_rows_that_are_wanted_are_read_wherever_the_parts_of_an_array_end(tmp_path, monkeypatch, rows):
+def test_the_chosen_rows_are_read_wherever_the_chunks_of_an_array_end(tmp_path, monkeypatch, rows):
     array = np.arange(60).reshape(10, 6)
     np.savez(tmp_path / "a.npz", x=array)
     monkeypatch.setattr(npz, "_CHUNK", 3 * array[0].nbytes)
@@ -244,15 +244,18 @@ def test_the_rows_that_are_wanted_are_read_wherever_the_parts_of_an_array_end(tm
 
 
 def test_arrays_larger_than_memory_are_refused_by_their_header(tmp_path):
-    stored(tmp_path, made_up())
+    store_and_load(tmp_path, random_arrays())
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         header, {"descr": "|u1", "fortran_order": False, "shape": (10**9, 224, 224, 3)}
     )
-    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive, zipfile.ZipFile(tmp_path / "mine.npz") as other:
+    with (
+        zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive,
+        zipfile.ZipFile(tmp_path / "mine.npz") as small_archive,
+    ):
         archive.writestr("x_train.npy", header.getvalue())
         for name in ("y_train.npy", "x_test.npy", "y_test.npy"):
-            archive.writestr(name, other.read(name))
+            archive.writestr(name, small_archive.read(name))
     with pytest.raises(UserError, match=r"x_train \[1000000000, 224, 224, 3\] of uint8 needs 150528.0 GB of memory"):
         sources.load("huge", tmp_path)
 
@@ -262,46 +265,46 @@ def test_a_hundred_thousand_class_names_take_seconds(tmp_path):
     y = np.random.default_rng(0).integers(0, 100_000, 5000)
     x, names = np.zeros((5000, 2, 2), np.uint8), np.char.add("class ", np.arange(100_000).astype(str))
     start = time.process_time()
-    data = stored(tmp_path, {"x_train": x, "y_train": y, "x_test": x, "y_test": y, "classes": names})
-    options = {"num_classes": data.num_classes, "clients": 10, "seed": 0, "classes_per_client": 10_000}
+    dataset = store_and_load(tmp_path, {"x_train": x, "y_train": y, "x_test": x, "y_test": y, "classes": names})
+    options = {"num_classes": dataset.num_classes, "clients": 10, "seed": 0, "classes_per_client": 10_000}
     for kind in ("dirichlet", "pcdd"):
-        made = Federation(data, partition(kind, y, y, **options))
-        assert made.class_counts.shape == (10, 100_000)
+        federation = Federation(dataset, partition(kind, y, y, **options))
+        assert federation.class_counts.shape == (10, 100_000)
     assert time.process_time() - start < 30
 
 
-# Names and places
+# Names and folders
 
 
-def test_missing_data_set_gives_the_command_and_the_places(tmp_path):
+def test_a_missing_data_set_is_refused_with_the_command_and_the_searched_names(tmp_path):
     with pytest.raises(UserError) as caught:
         sources.load("svhn", tmp_path)
-    for part in (f"fedjax-pcdd prepare svhn data_dir={tmp_path}", "svhn.npz", "svhn_cropped"):
-        assert part in str(caught.value)
+    for text in (f"fedjax-pcdd prepare svhn data_dir={tmp_path}", "svhn.npz", "svhn_cropped"):
+        assert text in str(caught.value)
 
 
-def test_default_root_is_searched_without_data_dir(tmp_path, monkeypatch):
+def test_the_default_root_is_searched_without_data_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     with pytest.raises(UserError, match=str(tmp_path)):
         sources.load("mnist")
 
 
-def test_mistyped_name_names_the_nearest(tmp_path):
+def test_a_mistyped_name_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(UserError, match="did you mean 'fashion_mnist'"):
         sources.load("fashionmnist", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", "..", "../mnist", "/etc/passwd", "a//b"])
-def test_paths_are_no_names(tmp_path, name):
+def test_paths_are_refused_as_names(tmp_path, name):
     with pytest.raises(UserError, match="cannot be the name"):
         sources.load(name, tmp_path)
 
 
-def test_unknown_sets_are_only_scaled():
+def test_unknown_data_sets_are_only_scaled():
     assert pipeline("unheard_of", True, (32, 32, 3)) == Pipeline((0.0,), (1.0,))
 
 
-def test_every_known_set_is_described():
+def test_every_known_data_set_has_a_description():
     assert set(sources.TFDS_NAMES) < set(sources.DATASETS)
     assert all(text and "\n" not in text for text in sources.DATASETS.values())
 
@@ -311,50 +314,50 @@ def test_every_known_set_is_described():
 
 @pytest.mark.thorough
 def test_cifar10_decodes_to_the_published_class_counts():
-    dataset = real("cifar10")
+    dataset = real_dataset("cifar10")
     assert dataset.x_train.shape == (50000, 32, 32, 3)
     np.testing.assert_array_equal(np.bincount(dataset.y_train), [5000] * 10)
 
 
 @pytest.mark.thorough
 def test_cifar10_mean_is_the_normalisation_constant():
-    dataset = real("cifar10")
+    dataset = real_dataset("cifar10")
     mean = dataset.x_train.mean(axis=(0, 1, 2)) / 255
     np.testing.assert_allclose(mean, pipeline("cifar10", False, (32, 32, 3)).mean, atol=5e-4)
 
 
-def test_a_data_set_without_groups_says_which_arrays_would_name_them():
+def test_a_data_set_without_groups_is_refused_with_the_arrays_to_add():
     with pytest.raises(UserError, match=r"'digits' names no writers .* add domain_train and domain_test to its npz"):
         largest_groups(sources.load("digits"), 3)
 
 
-def test_femnist_has_its_writers():
-    dataset = real("femnist")
+def test_femnist_has_105_writers():
+    dataset = real_dataset("femnist")
     assert dataset.groups_train is not None
     assert len(np.unique(dataset.groups_train)) == 105
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
-def test_mnist_files_are_whole(name):
-    dataset = real(name)
+def test_mnist_files_are_complete(name):
+    dataset = real_dataset(name)
     assert (dataset.x_train.shape, dataset.x_test.shape) == ((60000, 28, 28, 1), (10000, 28, 28, 1))
 
 
 def test_office_caltech10_has_no_split():
     with pytest.raises(UserError, match="no train/test split"):
-        real("office_caltech10")
+        real_dataset("office_caltech10")
 
 
 @pytest.mark.parametrize("rows", [5, 60])
-def test_labels_of_another_number_are_refused_where_only_some_samples_are_wanted(tmp_path, rows):
+def test_a_wrong_number_of_labels_is_refused_if_only_some_samples_are_chosen(tmp_path, rows):
     x, y = np.full((20, 4, 4), 7, np.uint8), np.arange(rows) % 2
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=np.arange(20) % 2)
     with pytest.raises(UserError, match=rf"y_train must be integers \[20\], not \[{rows}\]"):
         sources.load("mine", tmp_path, sampler("mine", 4, None, 0))
 
 
-def test_whether_integers_are_levels_all_of_them_say(tmp_path):
+def test_whether_integers_are_levels_depends_on_all_samples_of_the_file(tmp_path):
     x, y = np.arange(20, dtype=np.int16)[:, None, None] + np.zeros((1, 4, 4), np.int16), np.arange(20) % 2
     x[0, 0, 0] = 300
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
@@ -364,7 +367,7 @@ def test_whether_integers_are_levels_all_of_them_say(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64])
-def test_images_of_0_and_1_are_kept_as_they_are_whatever_their_type(dtype):
+def test_images_of_only_0_and_1_become_float32_whatever_their_type(dtype):
     x, y = np.random.default_rng(0).integers(0, 2, (2000, 3, 3)), np.arange(2000) % 2
     data = fp.from_arrays(x.astype(dtype), y, x.astype(dtype), y)
     assert data.x_train.dtype == data.x_test.dtype == np.float32
@@ -374,7 +377,7 @@ def test_images_of_0_and_1_are_kept_as_they_are_whatever_their_type(dtype):
     assert fp.from_arrays(bright, y, bright, y).x_train.dtype == np.uint8
 
 
-def test_tables_of_any_integers_are_kept_as_numbers(tmp_path):
+def test_feature_vectors_of_integers_become_float32(tmp_path):
     for dtype in (np.uint8, np.int64):
         x, y = np.arange(20, dtype=dtype).reshape(10, 2), np.arange(10) % 2
         np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x[:0], y_test=y[:0])
@@ -383,7 +386,7 @@ def test_tables_of_any_integers_are_kept_as_numbers(tmp_path):
         np.testing.assert_array_equal(loaded.x_train.reshape(10, 2), x)
 
 
-def test_no_tests_take_the_type_of_the_training_images():
+def test_an_empty_test_set_takes_the_type_of_the_training_images():
     x = np.full((4, 3, 3, 1), 200)
     data = fp.from_arrays(x, [0, 1, 0, 1], x[:0], [])
     assert data.x_test.dtype == data.x_train.dtype == np.uint8
@@ -393,16 +396,16 @@ def test_no_tests_take_the_type_of_the_training_images():
         fp.from_arrays(x, [0, 1, 0, 1], x, [0, 1, 0, 1], groups=np.zeros(4, int))
 
 
-def test_groups_beyond_32_bits_stay_apart(tmp_path):
+def test_group_numbers_beyond_32_bits_stay_distinct(tmp_path):
     images, labels = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
     writers = np.where(labels == 0, 1, 1 + 2**32)
     arrays = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
     np.savez(tmp_path / "mine.npz", **arrays, writer_train=writers, writer_test=writers)
     data = sources.load(str(tmp_path / "mine.npz"))
-    assert [len(client) for client in fp.partition(data, "natural").partition.train] == [3, 3]
+    assert [len(indices) for indices in fp.partition(data, "natural").partition.train] == [3, 3]
 
 
-def test_the_largest_groups_are_those_of_training_samples():
+def test_the_largest_groups_are_those_with_the_most_training_samples():
     images, labels = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
     groups = np.array([5, 5, 7, 7, 7, 9]), np.array([5, 5, 7, 7, 9, 13])
     data = fp.from_arrays(images, labels, images, labels, groups=groups)
@@ -413,14 +416,14 @@ def test_the_largest_groups_are_those_of_training_samples():
 def test_digits_are_those_of_scikit_learn():
     images, labels = load_digits(return_X_y=True)
     digits = sources.load("digits")
-    test = sources.ranks(labels) % 5 == 4
-    for part, x, y in ((~test, digits.x_train, digits.y_train), (test, digits.x_test, digits.y_test)):
-        np.testing.assert_array_equal(x.reshape(-1, 64), np.rint(images[part] * (255 / 16)))
-        np.testing.assert_array_equal(y, labels[part])
+    in_test = sources.ranks(labels) % 5 == 4
+    for rows, x, y in ((~in_test, digits.x_train, digits.y_train), (in_test, digits.x_test, digits.y_test)):
+        np.testing.assert_array_equal(x.reshape(-1, 64), np.rint(images[rows] * (255 / 16)))
+        np.testing.assert_array_equal(y, labels[rows])
 
 
-def test_levels_that_are_floats_are_told(tmp_path):
-    arrays = made_up()
+def test_levels_stored_as_floats_cause_a_warning(tmp_path):
+    arrays = random_arrays()
     levels = arrays["x_train"].astype(np.uint8)
     levels[0, 0, 0] = 255
     with pytest.warns(UserWarning, match="holds levels from 0 to 255 as float32"):

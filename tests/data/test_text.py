@@ -1,4 +1,4 @@
-"""Text by speaker: windows and labels, the character LSTM, and federations as their writers or speakers made them."""
+"""Text by speaker: windows and labels, the character LSTM, and natural federations by speaker or writer."""
 
 import functools
 import json
@@ -29,13 +29,13 @@ from fedjax_pcdd.training.build import default_model, federate
 from fedjax_pcdd.training.config import build
 
 DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
-SPOKEN = ("abc bca ", "\ncab", "aabb")
-SIZES = (14, 9, 20, 1)  # repetitions of each speech by its speaker
+SPEECHES = ("abc bca ", "\ncab", "aabb")
+SIZES = (14, 9, 20, 1)  # number of speeches of each speaker
 
 
-def made_up(sizes=SIZES, window=8, stride=3):
+def play_arrays(sizes=SIZES, window=8, stride=3):
     """Four speakers who take turns; the last says too little."""
-    turns = [(k, SPOKEN[(k + i) % 3]) for i in range(max(sizes)) for k, n in enumerate(sizes) if i < n]
+    turns = [(k, SPEECHES[(k + i) % 3]) for i in range(max(sizes)) for k, n in enumerate(sizes) if i < n]
     starts = np.cumsum([0] + [len(speech) + 2 for _, speech in turns])[:-1]
     text = "".join("#" + speech + "\n" for _, speech in turns)
     return {
@@ -48,50 +48,54 @@ def made_up(sizes=SIZES, window=8, stride=3):
     }
 
 
-def stored(folder, arrays, name="play"):
+def store_and_load(folder, arrays, name="play"):
     np.savez(folder / f"{name}.npz", **arrays)
     return sources.load(name, folder)
 
 
 def speakers(dataset):
-    """Who says each training and each test window."""
+    """The speakers of the training and of the test windows."""
     return np.asarray(dataset.groups_train), np.asarray(dataset.groups_test)
 
 
 @functools.cache
 def federation():
-    arrays = made_up()
+    arrays = play_arrays()
     dataset = read_text(arrays, "play")
     return Federation(dataset, natural(speakers(dataset)))
 
 
-def said(arrays, speaker):
-    """A speaker's text by plain Python."""
-    parts = zip(arrays["speech_start"], arrays["speech_end"], arrays["speech_speaker"], strict=True)
-    return "\n".join(arrays["text"][s:e].tobytes().decode() for s, e, k in parts if k == speaker)
+def text_of(arrays, speaker):
+    """A speaker's text, joined in plain Python."""
+    speeches = zip(arrays["speech_start"], arrays["speech_end"], arrays["speech_speaker"], strict=True)
+    return "\n".join(arrays["text"][s:e].tobytes().decode() for s, e, k in speeches if k == speaker)
 
 
 # Windows
 
 
 @pytest.mark.parametrize("stride", [1, 3, 20])
-def test_windows_are_those_of_each_speakers_text_and_labels_follow_them(stride):
-    arrays = made_up((60, 50, 70, 1), stride=stride)
+def test_windows_and_the_labels_after_them_are_from_one_speakers_text(stride):
+    arrays = play_arrays((60, 50, 70, 1), stride=stride)
     dataset = read_text(arrays, "play")
     letters = sorted(set(arrays["text"].tobytes().decode()))
-    who = speakers(dataset)
-    for x, y, groups in ((dataset.x_train, dataset.y_train, who[0]), (dataset.x_test, dataset.y_test, who[1])):
+    window_speakers = speakers(dataset)
+    assert set(window_speakers[0]) == {0, 1, 2}
+    for x, y, groups in (
+        (dataset.x_train, dataset.y_train, window_speakers[0]),
+        (dataset.x_test, dataset.y_test, window_speakers[1]),
+    ):
         for speaker in (0, 1, 2):
-            own = said(arrays, speaker)
-            expected = {own[i : i + 9] for i in range(0, len(own) - 8, stride)}
+            text = text_of(arrays, speaker)
+            expected = {text[i : i + 9] for i in range(0, len(text) - 8, stride)}
             rows = np.concatenate([x[groups == speaker].reshape(-1, 8), y[groups == speaker, None]], 1)
             assert {"".join(letters[c] for c in row) for row in rows} <= expected
 
 
 def test_the_last_tenth_of_the_windows_is_the_test_set():
-    windows = split(np.arange(111), 10, 1)
-    assert [len(part) for part in windows] == [81, 10]
-    np.testing.assert_array_equal(windows[1][-1], np.arange(100, 111))
+    parts = split(np.arange(111), 10, 1)
+    assert [len(part) for part in parts] == [81, 10]
+    np.testing.assert_array_equal(parts[1][-1], np.arange(100, 111))
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 9, 10, 11, 25])
@@ -101,7 +105,7 @@ def test_no_character_is_in_both_training_and_test_windows(stride):
     assert test.min() - train.max() <= stride
 
 
-def test_text_shorter_than_a_window_gives_none():
+def test_a_text_shorter_than_a_window_gives_no_windows():
     assert [len(part) for part in split(np.arange(9), 9, 1)] == [0, 0]
 
 
@@ -114,9 +118,9 @@ def test_classes_are_the_characters_of_the_text():
     assert (dataset.num_classes, dataset.class_names) == (6, ("\\n", " ", "#", "a", "b", "c"))
 
 
-def test_the_usual_window_is_80_characters_at_every_place(tmp_path):
-    arrays = {key: value for key, value in made_up((60, 0, 0, 0)).items() if key not in ("window", "stride")}
-    dataset = stored(tmp_path, arrays)
+def test_by_default_a_window_of_80_characters_begins_at_every_character(tmp_path):
+    arrays = {key: value for key, value in play_arrays((60, 0, 0, 0)).items() if key not in ("window", "stride")}
+    dataset = store_and_load(tmp_path, arrays)
     assert (dataset.text, dataset.x_train.shape[1:], dataset.x_train.dtype) == (True, (80, 1, 1), np.uint8)
     np.testing.assert_array_equal(dataset.x_train[1:, 0], dataset.x_train[:-1, 1])
 
@@ -133,21 +137,21 @@ BROKEN = {
     "no window": ({"window": np.array(0)}, "window must be one positive integer"),
     "wide strides": ({"stride": np.array([1, 2])}, "stride must be one positive integer"),
     "long windows": ({"window": np.array(10**6)}, "no speaker says enough"),
-    "nothing known": (dict.fromkeys(made_up()) | {"other": np.zeros(3)}, "neither images .* nor a text"),
+    "nothing known": (dict.fromkeys(play_arrays()) | {"other": np.zeros(3)}, "neither images .* nor a text"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_foreign_files_are_named_with_what_is_wrong(tmp_path, case):
+def test_unsuitable_files_are_named_with_what_is_wrong(tmp_path, case):
     change, reason = BROKEN[case]
-    arrays = {key: value for key, value in (made_up() | change).items() if value is not None}
+    arrays = {key: value for key, value in (play_arrays() | change).items() if value is not None}
     with pytest.raises(UserError, match=reason) as caught:
-        stored(tmp_path, arrays)
+        store_and_load(tmp_path, arrays)
     assert str(tmp_path / "play.npz") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_missing_file_says_where_it_was_looked_for(tmp_path):
+def test_a_missing_file_is_named_with_the_page_that_describes_it(tmp_path):
     with pytest.raises(UserError, match=r"shakespeare\.npz.*docs/data\.md"):
         sources.load("shakespeare", tmp_path)
 
@@ -156,26 +160,26 @@ def test_missing_file_says_where_it_was_looked_for(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_codes_reach_the_model_as_they_are(dtype):
+def test_codes_reach_the_model_unchanged(dtype):
     codes = np.arange(256, dtype=np.uint8).reshape(4, 64, 1, 1)
     pipeline = augment.pipeline("shakespeare", True, (64, 1, 1), text=True)
-    for train_now in (False, True):
-        np.testing.assert_array_equal(augment.prepare(pipeline, codes, None, train=train_now, dtype=dtype), codes)
+    for training in (False, True):
+        np.testing.assert_array_equal(augment.prepare(pipeline, codes, None, train=training, dtype=dtype), codes)
 
 
-def test_size_of_the_lstm_is_that_of_the_formula():
+def test_the_number_of_weights_of_the_lstm_follows_its_formula():
     model = models.build("lstm", num_classes=65, image_shape=(80, 1, 1), text=True)
-    lstm = sum(4 * width * (before + width + 1) for before, width in ((8, 256), (256, 256)))
-    assert models.sizes(model, (80, 1, 1)) == (65 * 8 + lstm + 65 * 257, 813_897, 256, 65 * 257)
+    lstm_weights = sum(4 * width * (inputs + width + 1) for inputs, width in ((8, 256), (256, 256)))
+    assert models.sizes(model, (80, 1, 1)) == (65 * 8 + lstm_weights + 65 * 257, 813_897, 256, 65 * 257)
 
 
-def narrow(*hidden):
+def narrow_lstm(*hidden):
     return Classifier(LSTM(6, hidden=hidden), num_classes=6)
 
 
 @pytest.mark.thorough
-def test_the_lstm_is_that_of_the_textbook():
-    model, codes = narrow(5, 7), np.random.default_rng(0).integers(0, 6, (3, 7, 1, 1), dtype=np.uint8)
+def test_the_lstm_computes_the_textbook_equations():
+    model, codes = narrow_lstm(5, 7), np.random.default_rng(0).integers(0, 6, (3, 7, 1, 1), dtype=np.uint8)
     variables = jax.tree.map(lambda w: w + 0.1, models.initialise(model, jax.random.key(0), (7, 1, 1)))
     params = jax.tree.map(np.asarray, variables["params"]["backbone"])
     x = params["embedding"]["embedding"][codes[..., 0, 0]]
@@ -219,7 +223,7 @@ def test_text_and_images_need_their_own_models(model, text, sentence):
     assert str(caught.value).startswith(sentence[:-1])
 
 
-def test_text_is_read_by_the_lstm_unless_told_otherwise():
+def test_the_default_model_is_the_lstm_for_text_and_the_mlp_for_images():
     assert default_model(federation().dataset) == "lstm"
     assert default_model(sources.load("digits")) == "mlp"
 
@@ -228,12 +232,17 @@ def test_text_is_read_by_the_lstm_unless_told_otherwise():
 
 
 @functools.cache
-def simulation(method, lanes=1):
-    parts, hyper = federation(), METHODS[method]()
-    pipeline = augment.pipeline("play", True, parts.image_shape, text=True)
-    experiment = Experiment(parts, hyper, Local(1, 4, "drop", "sgd", 0.1), 0)
+def simulation(name, lanes=1):
+    fed, method = federation(), METHODS[name]()
+    pipeline = augment.pipeline("play", True, fed.image_shape, text=True)
+    experiment = Experiment(fed, method, Local(1, 4, "drop", "sgd", 0.1), 0)
     return Simulation(
-        hyper.build(narrow(7)), [experiment], pipeline=pipeline, cohort=3, execution=Execution(lanes=lanes), rounds=2
+        method.build(narrow_lstm(7)),
+        [experiment],
+        pipeline=pipeline,
+        cohort=3,
+        execution=Execution(lanes=lanes),
+        rounds=2,
     )
 
 
@@ -249,18 +258,18 @@ def test_methods_train_every_weight_of_the_lstm(method):
 
 @pytest.mark.thorough
 def test_lanes_do_not_change_results():
-    one, two = (jax.tree.leaves(train(simulation("fedmr", lanes), (0, 1))[0]) for lanes in (1, 2))
-    for a, b in zip(one, two, strict=True):
+    one_lane, two_lanes = (jax.tree.leaves(train(simulation("fedmr", lanes), (0, 1))[0]) for lanes in (1, 2))
+    for a, b in zip(one_lane, two_lanes, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("fedmr", marks=pytest.mark.slow)])
-def test_natural_federation_runs_on_the_command_line(tmp_path, method):
-    np.savez(tmp_path / "play.npz", **made_up(window=3, stride=6))
+def test_a_natural_federation_trains_from_the_command_line(tmp_path, method):
+    np.savez(tmp_path / "play.npz", **play_arrays(window=3, stride=6))
     options = ["--dataset=play", f"--data-dir={tmp_path}", "--partition=natural", "--clients=2", "--rounds=2"]
-    short = ["--local-epochs=1", "--batch-size=8", "--lanes=1", "--fine-tune-epochs=0", "--quiet"]
-    assert main([f"--method={method}", *options, *short, f"--run-dir={tmp_path / 'run'}"]) == 0
+    short_run = ["--local-epochs=1", "--batch-size=8", "--lanes=1", "--fine-tune-epochs=0", "--quiet"]
+    assert main([f"--method={method}", *options, *short_run, f"--run-dir={tmp_path / 'run'}"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [1, 2]
     assert all(0 <= row["ga"] <= 1 and 0 <= row["pa"] <= 1 for row in rows)
@@ -273,33 +282,33 @@ def test_natural_federation_runs_on_the_command_line(tmp_path, method):
         (["--clients=4"], "'play' has 3 groups with training samples, not --clients=4: lower that.\n"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, capsys, options, sentence):
-    np.savez(tmp_path / "play.npz", **made_up())
-    where = [f"--data-dir={tmp_path}", f"--run-dir={tmp_path / 'run'}"]
-    assert main(["--dataset=play", "--partition=natural", *where, *options]) == 2
+def test_mistakes_on_the_command_line_are_one_sentence(tmp_path, capsys, options, sentence):
+    np.savez(tmp_path / "play.npz", **play_arrays())
+    folders = [f"--data-dir={tmp_path}", f"--run-dir={tmp_path / 'run'}"]
+    assert main(["--dataset=play", "--partition=natural", *folders, *options]) == 2
     assert capsys.readouterr().err == sentence
     assert not (tmp_path / "run").exists()
 
 
-def natural_sizes(folder, **given):
-    np.savez(folder / "play.npz", **made_up())
-    config, _ = build({"dataset": "play", "data_dir": folder, "partition": "natural"} | given)
-    made = federate(config)
-    return made.sizes.tolist(), made.test_sizes.sum() == len(made.dataset.y_test)
+def natural_sizes(folder, **options):
+    np.savez(folder / "play.npz", **play_arrays())
+    config, _ = build({"dataset": "play", "data_dir": folder, "partition": "natural"} | options)
+    fed = federate(config)
+    return fed.sizes.tolist(), fed.test_sizes.sum() == len(fed.dataset.y_test)
 
 
 def test_natural_takes_every_speaker_or_those_with_the_most_windows(tmp_path):
-    everyone, _ = natural_sizes(tmp_path)
-    assert len(everyone) == 3
-    smallest = everyone.index(min(everyone))
-    assert natural_sizes(tmp_path, clients=2)[0] == everyone[:smallest] + everyone[smallest + 1 :]
+    sizes, _ = natural_sizes(tmp_path)
+    assert len(sizes) == 3
+    smallest = sizes.index(min(sizes))
+    assert natural_sizes(tmp_path, clients=2)[0] == sizes[:smallest] + sizes[smallest + 1 :]
 
 
-def test_the_global_test_set_is_that_of_the_clients(tmp_path):
+def test_the_global_test_set_has_the_test_samples_of_the_clients_only(tmp_path):
     assert natural_sizes(tmp_path, clients=2)[1]
 
 
-def test_clients_are_ten_unless_told_otherwise():
+def test_the_default_number_of_clients_is_ten():
     assert build({})[0].clients == 10
 
 
@@ -307,22 +316,22 @@ def test_clients_are_ten_unless_told_otherwise():
 
 
 @functools.cache
-def real(name, **given):
+def real_federation(name, **options):
     if not (DATA / f"{name}.npz").is_file():
         pytest.skip(f"{name}.npz is not in {DATA}; set PCDD_DATA")
-    config, _ = build({"dataset": name, "data_dir": DATA, "partition": "natural"} | given)
+    config, _ = build({"dataset": name, "data_dir": DATA, "partition": "natural"} | options)
     return federate(config)
 
 
 @pytest.mark.thorough
 def test_shakespeare_has_its_speakers_and_characters():
-    made = real("shakespeare", clients=50)
-    assert (made.num_clients, made.dataset.num_classes, made.image_shape) == (50, 65, (80, 1, 1))
-    assert (len(made.dataset.y_train), len(made.dataset.y_test)) == (639_323, 71_459)
+    fed = real_federation("shakespeare", clients=50)
+    assert (fed.num_clients, fed.dataset.num_classes, fed.image_shape) == (50, 65, (80, 1, 1))
+    assert (len(fed.dataset.y_train), len(fed.dataset.y_test)) == (639_323, 71_459)
 
 
 def test_femnist_by_writer_suits_the_cnn():
-    made = real("femnist")
-    assert made.num_clients == 105
-    model = models.build("mcmahan_cnn", num_classes=made.dataset.num_classes, image_shape=made.image_shape)
-    assert models.sizes(model, made.image_shape).features == 512
+    fed = real_federation("femnist")
+    assert fed.num_clients == 105
+    model = models.build("mcmahan_cnn", num_classes=fed.dataset.num_classes, image_shape=fed.image_shape)
+    assert models.sizes(model, fed.image_shape).features == 512

@@ -1,4 +1,4 @@
-"""Blocks: what is chosen for a device that launches kernels, and which loops are left in its program."""
+"""Blocks: which are chosen for a device that launches kernels, and which loops remain in its program."""
 
 import jax
 import numpy as np
@@ -23,24 +23,24 @@ from fedjax_pcdd.engine.schedule import layout
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local
 
-some_steps = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+step_lists = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What chooses by backend chooses as for a GPU; nothing is run."""
+    """Choices that depend on the backend are made as for a GPU; nothing is run."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 def dirichlet(clients, alpha=0.1, samples=10_000, classes=10):
-    """Samples of each client."""
+    """Number of samples of each client, for class shares drawn from a Dirichlet distribution."""
     rng = np.random.default_rng(0)
     return sum(rng.multinomial(samples // classes, rng.dirichlet(np.full(clients, alpha))) for _ in range(classes))
 
 
-def simulated(sizes, lanes, *, name="fedavg", cohort=None, tests=None):
-    """A small perceptron on clients of these sizes, in batches of 20."""
-    tests = -(-np.asarray(sizes) // 5) if tests is None else np.asarray(tests)
+def simulated(sizes, lanes, *, name="fedavg", cohort=None, test_sizes=None):
+    """A simulation of a small perceptron on clients of these sizes, in batches of 20."""
+    test_sizes = -(-np.asarray(sizes) // 5) if test_sizes is None else np.asarray(test_sizes)
     rng = np.random.default_rng(0)
 
     def split(sizes):
@@ -49,76 +49,76 @@ def simulated(sizes, lanes, *, name="fedavg", cohort=None, tests=None):
         return rng.integers(0, 256, (total, 2, 2, 1), np.uint8), rng.integers(0, 10, total), lists
 
     x, y, train = split(np.asarray(sizes))
-    x_test, y_test, test = split(tests)
-    parts = Federation(Dataset("random", x, y, x_test, y_test, 10), Partition(train, test))
+    x_test, y_test, test = split(test_sizes)
+    federation = Federation(Dataset("random", x, y, x_test, y_test, 10), Partition(train, test))
     method = METHODS[name]()
     plain = models.build("mlp", num_classes=10, image_shape=(2, 2, 1))
     local = Local(1, 20, "drop", "sgd", 0.01, 0.9, 0.0)
     return Simulation(
-        method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=cohort or len(sizes),
-        execution=Execution(lanes=lanes),
+        method.build(plain), [Experiment(federation, method, local, 0)], pipeline=Pipeline(),
+        cohort=cohort or len(sizes), execution=Execution(lanes=lanes),
     )  # fmt: skip
 
 
-def loops(simulation):
+def loop_depths(simulation):
     """Depths of the loops of unknown length in a round's program: [1, 2] is one inside another."""
-    args = simulation.arguments(simulation.start(), 0, simulation.plan(0))
-    return list(_loops(jax.make_jaxpr(simulation.round)(*args).jaxpr, 1))
+    arguments = simulation.arguments(simulation.start(), 0, simulation.plan(0))
+    return list(_loop_depths(jax.make_jaxpr(simulation.round)(*arguments).jaxpr, 1))
 
 
-def _loops(jaxpr, depth):
+def _loop_depths(jaxpr, depth):
     for equation in jaxpr.eqns:
-        unknown = equation.primitive.name == "while"
-        if unknown:
+        is_loop = equation.primitive.name == "while"
+        if is_loop:
             yield depth
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
                 if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
-                    yield from _loops(getattr(inner, "jaxpr", inner), depth + unknown)
+                    yield from _loop_depths(getattr(inner, "jaxpr", inner), depth + is_loop)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedmr"])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_equal_clients_in_as_many_lanes_are_a_round_without_a_loop_of_unknown_length(gpu, name, steps):
-    assert loops(simulated([20 * steps] * 6, 6, name=name)) == []
+def test_equal_clients_with_a_lane_each_need_no_loop_of_unknown_length(gpu, name, steps):
+    assert loop_depths(simulated([20 * steps] * 6, 6, name=name)) == []
 
 
 @pytest.mark.thorough
-def test_ten_times_as_many_clients_turn_no_loop_more_often(gpu):
-    assert loops(simulated([20] * 60, 60)) == loops(simulated([20] * 6, 6)) == []
+def test_ten_times_as_many_equal_clients_add_no_loop(gpu):
+    assert loop_depths(simulated([20] * 60, 60)) == loop_depths(simulated([20] * 6, 6)) == []
 
 
 @pytest.mark.thorough
-def test_equal_clients_in_fewer_lanes_turn_one_loop_once_a_block(gpu):
+def test_equal_clients_in_fewer_lanes_need_one_loop_over_the_blocks(gpu):
     simulation = simulated([40] * 12, 5)
-    assert loops(simulation) == [1]
+    assert loop_depths(simulation) == [1]
     assert simulation.plan(0)[0].num_segments == 3
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cohort", [100, 40])
-def test_unequal_clients_in_as_many_lanes_begin_and_end_together(gpu, cohort):
+def test_unequal_clients_with_a_lane_each_begin_and_end_together(gpu, cohort):
     simulation = simulated(dirichlet(100), 100, cohort=cohort)
     plan, jobs = simulation.plan(0)
-    longest, how = jobs.steps.max(), simulation.program.test_pass
-    turns = longest + -(-simulation.experiments[0].federation.test_sizes.max() // how.batch)
+    longest, test_pass = jobs.steps.max(), simulation.program.test_pass
+    turns = longest + -(-simulation.experiments[0].federation.test_sizes.max() // test_pass.batch)
     assert turns <= 1.2 * longest + 40
     assert (plan.num_segments, plan.step_stop.max()) == (1, longest)
-    # The steps, where the round's longest job may be any, and the batches of the tests.
-    assert loops(simulation) == [1] * (1 if cohort == 100 else 2)
+    # A loop over test batches; and one over steps if the longest job differs between cohorts.
+    assert loop_depths(simulation) == [1] * (1 if cohort == 100 else 2)
 
 
-def test_a_single_lane_has_the_blocks_of_a_cpu_everywhere(gpu):
+def test_a_single_lane_has_the_blocks_of_a_cpu_on_every_backend(gpu):
     assert choose_blocks(np.array([3, 5]), 2, 1, everyone=True) == Blocks(together=True)
 
 
-def test_a_cpu_takes_one_job_after_another():
+def test_a_cpu_loads_and_finishes_one_job_at_a_time():
     assert choose_blocks(np.array([3, 5]), 2, 2, everyone=True) == Blocks()
 
 
 @settings(deadline=None, max_examples=60)
-@given(some_steps, st.integers(2, 12))
+@given(step_lists, st.integers(2, 12))
 def test_waiting_and_padding_are_bounded(steps, lanes):
     quantum = choose_quantum(steps, lanes)
     length = layout(steps, lanes, quantum).edges[-1]
@@ -129,7 +129,7 @@ def test_waiting_and_padding_are_bounded(steps, lanes):
 
 
 @pytest.mark.parametrize("lanes", [10, 32])
-def test_no_loop_turns_once_a_client_where_unequal_clients_outnumber_lanes(gpu, lanes):
+def test_unequal_clients_that_outnumber_lanes_need_fewer_turns_than_clients(gpu, lanes):
     plan, size = simulated(dirichlet(100), lanes).plan(0)[0], simulated(dirichlet(100), lanes).program.blocks.size
     segments = int(plan.num_segments)
     ends = np.diff(plan.finish_stop[: segments + 1])
@@ -137,23 +137,23 @@ def test_no_loop_turns_once_a_client_where_unequal_clients_outnumber_lanes(gpu, 
 
 
 @settings(deadline=None, max_examples=60)
-@given(some_steps, st.integers(0, 40))
-def test_jobs_that_all_have_lanes_end_together(steps, more):
-    assert choose_quantum(steps, len(steps) + more) == max(steps)
+@given(step_lists, st.integers(0, 40))
+def test_jobs_with_a_lane_each_end_together(steps, spare_lanes):
+    assert choose_quantum(steps, len(steps) + spare_lanes) == max(steps)
 
 
 @pytest.mark.parametrize(
     ("sizes", "size", "expected"),
     [
-        ([30, 30, 0], 3, Pass(30, 1)),  # everybody's fit in one batch
+        ([30, 30, 0], 3, Pass(30, 1)),  # the samples of every client fit in one batch
         ([30, 10, 0], 3, Pass(30, 1)),
-        ([90, 90], 10, Pass(10, 9)),  # all need as many
+        ([90, 90], 10, Pass(10, 9)),  # all clients need equally many batches
         ([90, 10], 10, Pass(10)),
         ([90, 90], 1, Pass(90)),  # on a CPU a client without samples costs nothing
         ([900, 900], 1, Pass(100)),
     ],
 )
-def test_samples_of_a_pass_times_its_models_are_bounded(sizes, size, expected):
+def test_a_pass_bounds_the_samples_of_all_clients_of_a_block(sizes, size, expected):
     assert pass_of(np.array(sizes), 100, size) == expected
 
 
@@ -163,7 +163,7 @@ def test_a_pass_over_a_block_takes_no_more_samples_than_a_step_of_all_lanes(gpu)
 
 
 @pytest.mark.thorough
-def test_what_a_sample_draws_in_a_pass_depends_on_no_batch():
+def test_augmentation_in_a_pass_does_not_depend_on_the_batch_size():
     def prototypes(size):
         simulation = toy.simulation(
             "fedmr", prototype_inputs="augmented", pipeline=Pipeline(flip=True), eval_batch=size, cohort=5
@@ -171,38 +171,40 @@ def test_what_a_sample_draws_in_a_pass_depends_on_no_batch():
         return toy.train(simulation, (0,))[0].servers.prototypes
 
     np.testing.assert_allclose(prototypes(4), prototypes(500), 1e-5, 1e-5)
-    plain = toy.train(toy.simulation("fedmr", pipeline=Pipeline(flip=True), cohort=5), (0,))[0].servers.prototypes
-    assert np.abs(plain - prototypes(500)).max() > 1e-3
+    unaugmented = toy.train(toy.simulation("fedmr", pipeline=Pipeline(flip=True), cohort=5), (0,))[0].servers.prototypes
+    assert np.abs(unaugmented - prototypes(500)).max() > 1e-3
 
 
-def look(data, server, variables, row, logits):
+def head_and_logits(data, server, variables, row, logits):
     return variables["params"]["head"]["kernel"] + row, logits(data.test.images[:3] / 255.0)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("block", [2, 3])
-def test_models_are_looked_at_in_blocks_as_one_after_another(block):
-    def seen(**options):
+def test_analysing_models_in_blocks_equals_analysing_them_one_at_a_time(block):
+    def analysed(**options):
         simulation = toy.simulation("fedrep", **options)
         state, (plan, jobs) = toy.train(simulation, (0,))[0], simulation.plan(1)
         sent = simulation.sent(plan, jobs, 1)
-        args = simulation.methods, simulation.hyper_at(1), simulation.data, simulation.keys, state, sent
-        after = jax.jit(look_after_training, static_argnums=(0, 1))(simulation.program, look, *args)
+        arguments = simulation.methods, simulation.hyper_at(1), simulation.data, simulation.keys, state, sent
+        after = jax.jit(look_after_training, static_argnums=(0, 1))(simulation.program, head_and_logits, *arguments)
         between = jax.jit(look_between_rounds, static_argnums=(0, 1))
-        return after, between(simulation.program, look, simulation.methods, simulation.data, state, np.arange(5))
+        return after, between(
+            simulation.program, head_and_logits, simulation.methods, simulation.data, state, np.arange(5)
+        )
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), seen(lanes=3, block=block), seen())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), analysed(lanes=3, block=block), analysed())
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("block", [2, 3])
-def test_fine_tuning_in_blocks_is_that_of_one_lane(block):
+def test_fine_tuning_in_blocks_equals_fine_tuning_without_blocks(block):
     def tuned(**options):
         simulation = toy.simulation(**options)
-        given = toy.train(simulation, (0,))[0].servers.variables
+        variables = toy.train(simulation, (0,))[0].servers.variables
         tuner = simulation.tuner(2)
         assert tuner.program.blocks.size == simulation.program.blocks.size
-        state, report = tuner.step(tuner.start(given), 0)
+        state, report = tuner.step(tuner.start(variables), 0)
         return state.servers, report
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), tuned(lanes=3, block=block), tuned())

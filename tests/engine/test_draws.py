@@ -1,4 +1,4 @@
-"""The random numbers that hooks draw: no two of a run are the same."""
+"""The random numbers that hooks draw: no two in a run are equal."""
 
 from typing import Any, NamedTuple
 
@@ -18,12 +18,12 @@ from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.models.classifier import forward
 
-DRAWN = "drawn"  # a collection of what a client drew in each step
+DRAWN = "drawn"  # a collection with the numbers that a client drew in each step
 STEPS = 2
 
 
 def draws(keys):
-    """A number of each stream, [3]."""
+    """One number from each stream, [3]."""
     return jnp.stack([jax.random.uniform(key) for key in keys])
 
 
@@ -34,7 +34,7 @@ class Server(NamedTuple):
 
 @struct.dataclass
 class Drawing(Method):
-    """FedAvg, in which all keep what they drew in their first steps, [steps, 3]."""
+    """FedAvg in which server and clients keep the numbers they drew in their first steps, [STEPS, 3]."""
 
     def init_server(self, setting, variables, class_counts, key):
         return Server(variables, jnp.zeros((STEPS, 3)))
@@ -58,35 +58,35 @@ class Drawing(Method):
         return Server(message.mean, jnp.stack(each))
 
 
-def different(*arrays):
-    """Whether all numbers of some arrays are."""
+def all_different(*arrays):
+    """Whether all numbers in these arrays differ."""
     numbers = np.concatenate([np.ravel(x) for x in arrays])
     return len(np.unique(numbers)) == numbers.size
 
 
 @pytest.mark.thorough
-def test_no_two_draws_of_steps_clients_rounds_experiments_and_servers_are_the_same():
-    one = toy.simulation(method=Drawing(), cohort=5, epochs=2)
-    experiments = [one.experiments[0]._replace(seed=seed) for seed in (0, 1)]
+def test_draws_differ_between_steps_clients_rounds_experiments_and_servers():
+    base = toy.simulation(method=Drawing(), cohort=5, epochs=2)
+    experiments = [base.experiments[0]._replace(seed=seed) for seed in (0, 1)]
     simulated = Simulation(
-        one.program.model, experiments, pipeline=toy.PLAIN, cohort=5, execution=Execution(lanes=2), rounds=2
+        base.program.model, experiments, pipeline=toy.PLAIN, cohort=5, execution=Execution(lanes=2), rounds=2
     )
     state, drawn = simulated.start(), []
     for round in range(2):
         state, _ = simulated.step(state, round)
         drawn += [np.array(state.clients), np.array(state.servers.drawn)]
     assert drawn[0].shape == (10, STEPS, 3)
-    assert different(*drawn)
+    assert all_different(*drawn)
 
 
-class Spoken(NamedTuple):
+class Sent(NamedTuple):
     drawn: jax.Array
     flipped: jax.Array
 
 
 @struct.dataclass
-class Telling(Exchanging):
-    """Participants whose server keeps what they drew, [T, K, 3], and which images of a batch were augmented, [T, B]."""
+class Recording(Exchanging):
+    """Participants whose server keeps the draws, [STEPS, K, 3], and which images were flipped, [STEPS, B]."""
 
     def init_public(self, setting, images):
         return jnp.zeros((), int), jnp.zeros((STEPS, 5, 3)), jnp.zeros((STEPS, images), bool)
@@ -94,7 +94,7 @@ class Telling(Exchanging):
     def say(self, variables, batch, context):
         flipped = jnp.any(batch.images != batch.plain, axis=(1, 2, 3))
         drawn = jnp.broadcast_to(draws(context.keys), (len(flipped), 3))
-        return Spoken(drawn, flipped)
+        return Sent(drawn, flipped)
 
     def agree(self, public, spoken, counts):
         step, drawn, flipped = public
@@ -107,19 +107,19 @@ class Telling(Exchanging):
 
 
 @pytest.mark.thorough
-def test_no_two_draws_of_participants_in_an_exchange_are_the_same_and_every_batch_is_augmented_anew():
+def test_draws_and_augmentation_differ_between_all_steps_of_an_exchange():
     images = 16
-    table = toy.groups(method=Telling(public_epochs=STEPS), images=images, batch=images, public=Pipeline(flip=True))
-    state, drawn, flipped = table.start(), [], []
+    groups = toy.groups(method=Recording(public_epochs=STEPS), images=images, batch=images, public=Pipeline(flip=True))
+    state, drawn, flipped = groups.start(), [], []
     fresh = jax.tree.map(np.array, state.servers["public"])
     for round in range(2):
-        state = table.exchange(state._replace(servers=state.servers | {"public": fresh}), round)
+        state = groups.exchange(state._replace(servers=state.servers | {"public": fresh}), round)
         drawn.append(np.array(state.servers["public"][1]))
         flipped += [tuple(row) for row in np.array(state.servers["public"][2])]
-    assert different(*drawn)
+    assert all_different(*drawn)
     assert len(set(flipped)) == 2 * STEPS
 
 
-def test_every_pass_over_the_public_images_has_an_order_of_its_own():
+def test_every_pass_over_the_public_images_has_its_own_order():
     plan = toy.groups("fedmd", necks=(0,) * 5, images=16, batch=16, public_epochs=3).public_plan(0)
     assert len({tuple(row) for row in plan}) == 3

@@ -1,4 +1,4 @@
-"""Simulations made one after another: what is equal is compiled once, where that is asked for, and only there."""
+"""Equal programs of simulations made one after another are compiled once within `compiled_once`, and only there."""
 
 import jax
 import pytest
@@ -12,21 +12,21 @@ from fedjax_pcdd.engine.executables import MOST, compiled, compiled_once
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedprox import FedProx
 
-outside = {"factor": 1.0}
+global_values = {"factor": 1.0}
 
 
 @struct.dataclass
 class Scaled(FedAvg):
-    """Its loss depends on something outside, as one may write it in a notebook."""
+    """FedAvg whose loss reads a global, as one may write it in a notebook."""
 
     def loss(self, variables, batch, context):
-        """Cross-entropy by a factor."""
+        """Cross-entropy times the factor."""
         value, state = super().loss(variables, batch, context)
-        return outside["factor"] * value, state
+        return global_values["factor"] * value, state
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_shared_by_the_tests_themselves(monkeypatch):
+def _tests_share_no_programs(monkeypatch):
     monkeypatch.setattr(toy, "shared", lambda simulated: simulated)
     monkeypatch.setattr(toy, "simulation", toy.simulation.__wrapped__)
 
@@ -39,46 +39,46 @@ def trained(**options):
 
 
 @pytest.mark.thorough
-def test_another_value_compiles_nothing_and_changes_the_result_as_alone():
+def test_another_hyper_parameter_value_compiles_nothing_but_takes_effect():
     _, alone = trained(method=FedProx(mu=0.5), seed=1)
     with compiled_once():
         first = trained(method=FedProx(mu=0.1))
         second = trained(method=FedProx(mu=0.5), seed=1)
-        other = trained(method=FedAvg())
-    assert (first[0], second[0], other[0]) == (1, 0, 1)
+        other_method = trained(method=FedAvg())
+    assert (first[0], second[0], other_method[0]) == (1, 0, 1)
     assert_equal(second[1], alone)
     assert not same(first[1], alone)
 
 
 @pytest.mark.thorough
-def test_participants_who_exchange_answers_share_the_exchange_and_what_is_tested_too(monkeypatch):
+def test_groups_share_the_compiled_exchange_and_evaluation_too(monkeypatch):
     monkeypatch.setattr(toy, "groups", toy.groups.__wrapped__)
 
     def exchanged(**options):
-        table = toy.groups("fccl", **options)
-        state, _ = table.step(table.start(), 0)
-        return table, arrays((state, table.domain_correct(state), table.public_logits(state)))
+        groups = toy.groups("fccl", **options)
+        state, _ = groups.step(groups.start(), 0)
+        return groups, arrays((state, groups.domain_correct(state), groups.public_logits(state)))
 
     _, alone = exchanged(seed=1)
     with compiled_once():
-        (first, one), (second, other) = exchanged(), exchanged(seed=1)
+        (first, first_result), (second, second_result) = exchanged(), exchanged(seed=1)
     for name in ("_exchange", "_domains", "_logits", "_aggregates"):
         assert getattr(first, name) == getattr(second, name), name
     assert second._exchange._cache_size() == 1
-    assert_equal(other, alone)
-    assert not same(one, other)
+    assert_equal(second_result, alone)
+    assert not same(first_result, second_result)
 
 
 @pytest.mark.thorough
-def test_what_hooks_read_from_outside_is_seen_again_in_the_next_simulation(monkeypatch):
+def test_a_global_that_a_hook_reads_is_read_again_in_the_next_simulation(monkeypatch):
     _, before = trained(method=Scaled())
-    monkeypatch.setitem(outside, "factor", 0.5)
+    monkeypatch.setitem(global_values, "factor", 0.5)
     count, after = trained(method=Scaled())
     assert count == 1
     assert not same(before, after)
 
 
-def test_what_cannot_be_compared_is_compiled_alone_and_not_all_is_kept():
+def test_only_equal_and_hashable_functions_are_shared_and_not_all_are_kept():
     program = toy.simulation().program
     with compiled_once():
         first = compiled(lambda _, x: x, program)
@@ -95,16 +95,16 @@ def test_what_cannot_be_compared_is_compiled_alone_and_not_all_is_kept():
 def test_trials_with_validation_samples_are_compiled_once(tmp_path):
     options = {"rounds": 1, "local_epochs": 1, "validation": 0.2, "select_on": "validation", "fine_tune_epochs": 0}
     grid = {"dataset": "digits", "method": "fedprox", "mu": [0.1, 1.0], "lanes": 1, "min_samples": 10, **options}
-    found = fp.sweep(grid, folder=tmp_path)
-    assert [one["compilations"] for one in found.values()] == [1, 0]
+    trials = fp.sweep(grid, folder=tmp_path)
+    assert [trial["compilations"] for trial in trials.values()] == [1, 0]
 
 
-def test_methods_that_jax_cannot_tell_apart_have_programs_of_their_own():
+def test_methods_that_jax_cannot_tell_apart_have_separate_programs():
     """To JAX the structures of two Flax dataclasses without traced fields are equal, whatever their classes."""
-    one, other = FedAvg(), methods.get("solo")()
-    assert jax.tree.structure(one) == jax.tree.structure(other)
+    first, second = FedAvg(), methods.get("solo")()
+    assert jax.tree.structure(first) == jax.tree.structure(second)
     with compiled_once():
-        simulations = [toy.simulation(method=method) for method in (one, other)]
+        simulations = [toy.simulation(method=method) for method in (first, second)]
     assert simulations[0].program != simulations[1].program
     assert simulations[0].round is not simulations[1].round
-    assert [type(simulation.methods) for simulation in simulations] == [type(one), type(other)]
+    assert [type(simulation.methods) for simulation in simulations] == [type(first), type(second)]

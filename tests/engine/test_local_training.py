@@ -16,8 +16,8 @@ def arrays(tree):
     return [np.array(x) for x in jax.tree.leaves(tree)]
 
 
-def assert_same(one, other):
-    for a, b in zip(arrays(one), arrays(other), strict=True):
+def assert_same(actual, expected):
+    for a, b in zip(arrays(actual), arrays(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -26,7 +26,7 @@ without_steps = pytest.mark.parametrize("name", ["fednova", "moon", "feddyn", "f
 
 @pytest.mark.thorough
 @without_steps
-def test_a_client_without_steps_keeps_its_state_and_spoils_nothing(name):
+def test_a_client_without_steps_keeps_its_state_and_causes_no_nan(name):
     simulated = toy.simulation(name, last_batch="strict", cohort=5)
     before = arrays(jax.tree.map(lambda x: x[0], simulated.start().clients))  # client 0 has one sample, a batch 8
     state, _ = simulated.step(simulated.start(), 0)
@@ -60,7 +60,7 @@ def test_weights_by_batches_need_a_client_with_a_full_one():
 
 @struct.dataclass
 class Starting(Method):
-    """Batch norm, and clients that keep what their training started from."""
+    """A model with batch norm, and clients that keep the variables their training started from."""
 
     def build(self, model):
         return model.clone(feature_norm=True)
@@ -73,7 +73,7 @@ class Starting(Method):
 
 
 @pytest.mark.thorough
-def test_the_start_has_the_statistics_of_the_client_where_they_are_local():
+def test_training_starts_from_the_statistics_of_the_client_if_they_are_local():
     simulated = toy.simulation(method=Starting(), cohort=5, local_statistics=True)
     state, _ = simulated.step(simulated.start(), 0)
     statistics, params = arrays(state.statistics), arrays(state.servers.variables["params"])
@@ -84,7 +84,7 @@ def test_the_start_has_the_statistics_of_the_client_where_they_are_local():
 
 @struct.dataclass
 class Drawing(Method):
-    """Sums of a draw, its square and 1 over the passes' batches, kept by the client."""
+    """Clients keep the sums, over the batches of the pass, of a draw, its square and 1."""
 
     def traits(self):
         return Traits(summary=Summary())

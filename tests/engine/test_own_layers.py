@@ -46,7 +46,7 @@ class Normed(nn.Module):
 
 
 class NormedProblem(Problem):
-    """A golden file whose parameters have scale and shift between the first layer and the second."""
+    """A golden file in whose parameters scale and shift come between the first and the second layer."""
 
     def simulation(self, lanes):
         (lr, decay), momentum = self.g["par_lr_wd"], float(self.g["par_momentum"])
@@ -73,55 +73,59 @@ class NormedProblem(Problem):
 def test_training_agrees_with_the_reference(g, lanes):
     problem = NormedProblem(g)
     simulation = problem.simulation(lanes)
-    shared, own = problem.split(g["in_p0"])
+    shared, own_layers = problem.split(g["in_p0"])
     params = problem.unflatten(shared)
-    params["backbone"]["norm"] = dict(zip(("scale", "bias"), np.split(own, 2), strict=True))
-    state = simulation.start(jax.tree.map(lambda x: jnp.asarray(x)[None], {"params": params, **running(problem)}))
+    params["backbone"]["norm"] = dict(zip(("scale", "bias"), np.split(own_layers, 2), strict=True))
+    state = simulation.start(
+        jax.tree.map(lambda x: jnp.asarray(x)[None], {"params": params, **initial_statistics(problem)})
+    )
     for r, row in enumerate(problem.selected):
         plan = problem.plan(simulation, r, np.flatnonzero(row))
         state, _ = simulation.step(state, r, plan)
         server = jax.tree.map(lambda x: x[0], state.servers.variables["params"])
         np.testing.assert_allclose(problem.flatten(server), g["out_fedbn"][r], 1e-9, 1e-12)
-        for kept, expected in ((state.statistics[LAYERS], "__norm"), (state.statistics["batch_stats"], "__stats")):
-            leaves = flatten_dict(kept)
-            names = ("scale", "bias") if expected == "__norm" else ("mean", "var")
+        for values, suffix in ((state.statistics[LAYERS], "__norm"), (state.statistics["batch_stats"], "__stats")):
+            leaves = flatten_dict(values)
+            names = ("scale", "bias") if suffix == "__norm" else ("mean", "var")
             rows = np.concatenate([leaves[path] for name in names for path in leaves if path[-1] == name], axis=1)
-            np.testing.assert_allclose(rows, g[f"out_fedbn{expected}"][r], 1e-9, 1e-12)
+            np.testing.assert_allclose(rows, g[f"out_fedbn{suffix}"][r], 1e-9, 1e-12)
 
 
-def running(problem):
+def initial_statistics(problem):
     zeros = jnp.zeros(problem.hidden)
     return {"batch_stats": {"backbone": {"norm": {"mean": zeros, "var": zeros + 1}}}}
 
 
 def perceptron(*, norm=True, backbone=None):
-    """With batch norm of the features; or group norm in the backbone."""
+    """A perceptron with batch norm of its features, or with another backbone."""
     plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1))
     return plain.clone(feature_norm=norm, **({} if backbone is None else {"backbone": backbone}))
 
 
 class Grouped(nn.Module):
-    """A layer and group norm."""
+    """A dense layer followed by group norm."""
 
     @nn.compact
     def __call__(self, x, train=False):
         return nn.relu(nn.GroupNorm(2)(nn.Dense(8)(x.reshape(len(x), -1))))
 
 
-def simulated(name="fedavg", *, model=None, method=None, lanes=1, cohort=3, local_layers=True, last="drop", **options):
+def simulated(
+    name="fedavg", *, model=None, method=None, lanes=1, cohort=3, local_layers=True, last_batch="drop", **options
+):
     method = method or METHODS[name]()
-    experiment = Experiment(toy.federation(), method, Local(1, 8, last, "sgd", 0.05), 0)
-    own = toy.options(lanes=lanes, cohort=cohort, local_layers=local_layers, rounds=3, **options)
+    experiment = Experiment(toy.federation(), method, Local(1, 8, last_batch, "sgd", 0.05), 0)
+    simulation_options = toy.options(lanes=lanes, cohort=cohort, local_layers=local_layers, rounds=3, **options)
     model = method.build(perceptron() if model is None else model)
-    return toy.shared(Simulation(model, [experiment], pipeline=toy.PLAIN, **own))
+    return toy.shared(Simulation(model, [experiment], pipeline=toy.PLAIN, **simulation_options))
 
 
 def arrays(tree):
     return [np.array(x) for x in jax.tree.leaves(tree)]
 
 
-def assert_close(one, other):
-    for a, b in zip(arrays(one), arrays(other), strict=True):
+def assert_close(actual, expected):
+    for a, b in zip(arrays(actual), arrays(expected), strict=True):
         np.testing.assert_allclose(a, b, 1e-5, 1e-5)
 
 
@@ -136,59 +140,59 @@ def test_layers_of_clients_that_did_not_train_do_not_move():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"lanes": 3, "block": 2}, {"lanes": 2}, {"client_state": "host"}])
-def test_lanes_blocks_and_where_clients_live_change_nothing(options):
-    results = [toy.train(simulated(**more), (0, 1)) for more in ({}, options)]
+def test_lanes_blocks_and_client_state_do_not_change_results(options):
+    results = [toy.train(simulated(**changes), (0, 1)) for changes in ({}, options)]
     assert_close(*[(state.servers, state.statistics) for state, _ in results])
 
 
 @pytest.mark.thorough
-def test_a_model_without_such_layers_is_trained_as_ever():
+def test_local_layers_change_nothing_in_a_model_without_normalisation():
     mlp = perceptron(norm=False)
-    states = [toy.train(simulated(model=mlp, local_layers=own), (0, 1))[0] for own in (True, False)]
+    states = [toy.train(simulated(model=mlp, local_layers=local_layers), (0, 1))[0] for local_layers in (True, False)]
     for a, b in zip(arrays(states[0]), arrays(states[1]), strict=True):
         np.testing.assert_array_equal(a, b)
     assert simulated(model=mlp).methods.traits() == METHODS["fedavg"]().traits()
 
 
 @struct.dataclass
-class Watching(Method):
-    """FedAvg, whose loss tells how far the own layers are from those of the model that a hook compares with."""
+class OwnLayerDistance(Method):
+    """FedAvg whose loss includes the distance of the own layers from those of a model in the context."""
 
     compared: str = hyperparameter("start", help="field of the context", static=True)
 
     def penalty(self, variables, outputs, batch, context):
         params, other = (flatten_dict(tree["params"]) for tree in (variables, getattr(context, self.compared)))
-        moved = sum(jnp.abs(params[path] - other[path]).sum() for path in params if path[-2] == "feature_norm")
-        return jax.lax.stop_gradient(moved)
+        distance = sum(jnp.abs(params[path] - other[path]).sum() for path in params if path[-2] == "feature_norm")
+        return jax.lax.stop_gradient(distance)
 
 
 @pytest.mark.thorough
-def test_terms_on_parameters_see_own_layers_as_they_are_and_the_received_model_answers_with_those_it_had():
+def test_start_has_current_own_layers_and_received_has_the_initial_ones():
     losses = {}
     for compared in ("start", "received"):
-        _, report = simulated(method=Watching(compared=compared)).step(simulated().start(), 0)
+        _, report = simulated(method=OwnLayerDistance(compared=compared)).step(simulated().start(), 0)
         losses[compared] = np.array(report.loss)
     _, plain = simulated().step(simulated().start(), 0)
     np.testing.assert_allclose(losses["start"], plain.loss, 1e-6)
-    apart = losses["received"] - np.array(plain.loss)
-    assert (apart >= 0).all()
-    assert apart.max() > 1e-3
+    distance = losses["received"] - np.array(plain.loss)
+    assert (distance >= 0).all()
+    assert distance.max() > 1e-3
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "hyper"), [("fedntd", {}), ("moon", {}), ("fedrl", {"mu": 1.0})])
-def test_a_received_model_that_a_method_asks_has_the_layers_it_had(name, hyper):
+def test_forward_passes_of_the_received_model_use_its_original_layers(name, hyper):
     method = METHODS[name](**hyper)
-    now, before, past, own = (participants.variables(seed) for seed in range(4))
+    current, original, previous, trained = (participants.variables(seed) for seed in range(4))
     batch = Batch(participants.images(8), jnp.arange(8) % 2, jnp.ones(8))
-    client = Client(participants.stacked([past]), jnp.ones((), int))
+    client = Client(participants.stacked([previous]), jnp.ones((), int))
 
-    def loss(**known):
-        context = participants.context(client=client, step=jnp.zeros((), int), round=jnp.ones((), int), **known)
-        return method.loss(own, batch, context)[0]
+    def loss(**fields):
+        context = participants.context(client=client, step=jnp.zeros((), int), round=jnp.ones((), int), **fields)
+        return method.loss(trained, batch, context)[0]
 
-    np.testing.assert_allclose(loss(start=now, untouched=before), loss(start=before), 1e-6)
-    assert abs(loss(start=now) - loss(start=before)) > 1e-4
+    np.testing.assert_allclose(loss(start=current, untouched=original), loss(start=original), 1e-6)
+    assert abs(loss(start=current) - loss(start=original)) > 1e-4
 
 
 @pytest.mark.thorough
@@ -199,23 +203,23 @@ def test_scale_and_shift_of_group_norm_stay_with_their_client_too():
 
 
 @pytest.mark.thorough
-def test_accuracies_are_those_of_the_averaged_part_with_the_own_layers():
+def test_accuracies_are_those_of_averaged_parameters_with_own_layers():
     simulation = simulated()
     state, _ = toy.train(simulation, (0, 1))
     counts = simulation.evaluate(state, personal=True)
-    data = toy.federation()
+    federation = toy.federation()
     for k in range(5):
-        own = {name: jax.tree.map(lambda x, k=k: x[k], tree) for name, tree in state.statistics.items()}
+        client_values = {name: jax.tree.map(lambda x, k=k: x[k], tree) for name, tree in state.statistics.items()}
         shared = jax.tree.map(lambda x: x[0], state.servers.variables["params"])
-        flat = flatten_dict(shared) | flatten_dict(own.pop(LAYERS))
-        variables = {"params": unflatten_dict(flat), **own}
-        right = guesses(simulation, variables) == data.dataset.y_test
-        assert right.sum() == np.array(counts.local)[k].sum()
-        assert right[data.partition.test[k]].sum() == np.array(counts.personal)[k].sum()
+        flat = flatten_dict(shared) | flatten_dict(client_values.pop(LAYERS))
+        variables = {"params": unflatten_dict(flat), **client_values}
+        correct = predictions(simulation, variables) == federation.dataset.y_test
+        assert correct.sum() == np.array(counts.local)[k].sum()
+        assert correct[federation.partition.test[k]].sum() == np.array(counts.personal)[k].sum()
     assert counts.generic == ()
 
 
-def guesses(simulation, variables):
+def predictions(simulation, variables):
     x = jnp.asarray(toy.federation().dataset.x_test, jnp.float32) / 255
     return np.argmax(forward(simulation.program.model, variables, x, train=False)[0].logits, 1)
 
@@ -226,25 +230,26 @@ def test_the_server_average_has_the_mean_of_all_clients_layers(options):
     simulation = simulated(**options)
     state, _ = toy.train(simulation, (0, 1))
     uniform = "weights" in options or "method" in options
-    p = np.ones(5) / 5 if uniform else np.array(toy.SIZES) / np.sum(toy.SIZES)
-    kept = jax.tree.map(lambda x: jnp.asarray(np.tensordot(p, np.array(x), 1)), dict(state.statistics))
+    weights = np.ones(5) / 5 if uniform else np.array(toy.SIZES) / np.sum(toy.SIZES)
+    means = jax.tree.map(lambda x: jnp.asarray(np.tensordot(weights, np.array(x), 1)), dict(state.statistics))
     server = jax.tree.map(lambda x: x[0], state.servers)
     variables = simulation.experiments[0].method.generic_variables(server)
-    layers = flatten_dict(kept.pop(LAYERS))
+    layers = flatten_dict(means.pop(LAYERS))
     flat = flatten_dict(variables["params"]) | layers
-    right = guesses(simulation, {"params": unflatten_dict(flat), **kept}) == toy.federation().dataset.y_test
+    correct = predictions(simulation, {"params": unflatten_dict(flat), **means}) == toy.federation().dataset.y_test
     further = simulation.evaluate(state).further
-    assert np.array(further["server_average"]).sum() == right.sum()
-    if "cloud" in further:  # which sends differences, so that the server's own layers never trained
+    assert np.array(further["server_average"]).sum() == correct.sum()
+    if "cloud" in further:  # this method sends differences, so the server's own layers never trained
         flat |= flatten_dict(jax.tree.map(jnp.asarray, server.variables["params"])) | layers
-        cloud = guesses(simulation, {"params": unflatten_dict(flat), **kept}) == toy.federation().dataset.y_test
+        cloud = predictions(simulation, {"params": unflatten_dict(flat), **means}) == toy.federation().dataset.y_test
         assert np.array(further["cloud"]).sum() == cloud.sum()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_layers_of_a_client_without_steps_are_not_in_the_mean(where):
-    simulation = simulated(last="strict", weights="uniform", client_state=where)  # client 0 has one sample, a batch 8
+@pytest.mark.parametrize("client_state", ["device", "host"])
+def test_layers_of_a_client_without_steps_are_not_in_the_mean(client_state):
+    # Client 0 has one sample, a batch 8.
+    simulation = simulated(last_batch="strict", weights="uniform", client_state=client_state)
     state, _ = toy.train(simulation, (0,))
     expected = jax.tree.map(lambda x: np.array(x)[1:].mean(0, keepdims=True), dict(state.statistics))
     assert_close(simulation.evaluator.mean_layers(state), expected)
@@ -259,21 +264,23 @@ class OnlyLayers(FedProx):
 
 
 @pytest.mark.thorough
-def test_a_term_of_the_method_sees_the_shared_parameters_alone():
-    near, free = (toy.train(simulated(method=OnlyLayers(mu=mu)), (0,))[0] for mu in (5.0, 0.0))
-    for a, b in zip(arrays(near.statistics), arrays(free.statistics), strict=True):
+def test_a_proximal_term_covers_the_shared_parameters_alone():
+    proximal, free = (toy.train(simulated(method=OnlyLayers(mu=mu)), (0,))[0] for mu in (5.0, 0.0))
+    for a, b in zip(arrays(proximal.statistics), arrays(free.statistics), strict=True):
         np.testing.assert_array_equal(a, b)
-    own, _ = toy.train(simulated(method=OnlyLayers(mu=5.0), local_layers=False), (0,))
-    other, _ = toy.train(simulated(method=OnlyLayers(mu=0.0), local_layers=False), (0,))
-    assert any((a != b).any() for a, b in zip(arrays(own.servers), arrays(other.servers), strict=True))
+    shared_proximal, _ = toy.train(simulated(method=OnlyLayers(mu=5.0), local_layers=False), (0,))
+    shared_free, _ = toy.train(simulated(method=OnlyLayers(mu=0.0), local_layers=False), (0,))
+    assert any(
+        (a != b).any() for a, b in zip(arrays(shared_proximal.servers), arrays(shared_free.servers), strict=True)
+    )
 
 
-def parts(simulation, state):
+def shared_and_own(simulation, state):
     """Shared parameters [P], and own layers [K, Q] of a state."""
     shared = flatten_dict(jax.tree.map(lambda x: np.array(x[0]), state.servers.variables["params"]))
-    kept = flatten_dict(jax.tree.map(np.array, state.statistics[LAYERS]))
-    assert set(kept) == set(simulation.program.setting.own_layers)
-    return [x for path, x in shared.items() if path not in kept], list(kept.values())
+    own_layers = flatten_dict(jax.tree.map(np.array, state.statistics[LAYERS]))
+    assert set(own_layers) == set(simulation.program.setting.own_layers)
+    return [x for path, x in shared.items() if path not in own_layers], list(own_layers.values())
 
 
 @pytest.mark.thorough
@@ -286,29 +293,31 @@ def parts(simulation, state):
         (METHODS["fedexp"](epsilon=1e6), "fedavg"),
     ],
 )
-def test_what_a_method_keeps_of_former_rounds_is_of_the_shared_parameters(method, plain):
-    """All of these are another method in the first round, whatever the clients' own layers are."""
+def test_what_a_method_keeps_of_earlier_rounds_covers_shared_parameters_only(method, plain):
+    """In the first round each of these equals the plain method, whatever the clients' own layers are."""
     started = toy.train(simulated(), (0, 1))[0]
-    ends = []
-    for one in (method, METHODS[plain]()):
-        simulation = simulated(method=one, cohort=5)
+    results = []
+    for compared in (method, METHODS[plain]()):
+        simulation = simulated(method=compared, cohort=5)
         state = simulation.start(started.servers.variables)._replace(statistics=started.statistics)
-        ends.append(parts(simulation, simulation.step(jax.tree.map(jnp.copy, state), 0)[0]))
-    assert_close(*ends)
+        results.append(shared_and_own(simulation, simulation.step(jax.tree.map(jnp.copy, state), 0)[0]))
+    assert_close(*results)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "plain"), [("fedcm", "fedavg"), ("fedgf", "fedsam"), ("fedlesam", "fedavg"), ("fedprox+sam", "fedsam")]
 )
-def test_a_method_leaves_own_layers_to_their_own_gradients(method, plain):
-    """With nothing else that trains, it is another method; of one client the mean is that client's to the last bit."""
-    ends = [toy.train(simulated(method=of_layers_alone(name), cohort=1), range(8))[0] for name in (method, plain)]
-    assert_close(*(state.statistics for state in ends))
+def test_methods_train_own_layers_with_their_plain_gradients(method, plain):
+    """If nothing else trains, each equals the plain method; the mean of one client is that client's to the last bit."""
+    states = [
+        toy.train(simulated(method=training_own_layers_alone(name), cohort=1), range(8))[0] for name in (method, plain)
+    ]
+    assert_close(*(state.statistics for state in states))
 
 
 @pytest.mark.parametrize("control", ["I", "II"])
-def test_controls_have_nothing_of_own_layers(control):
+def test_control_variates_of_own_layers_are_zero(control):
     simulation = simulated(method=METHODS["scaffold"](control=control), cohort=5)
     servers = toy.train(simulation, (0, 1))[0].servers
     controls = flatten_dict(servers.control)
@@ -317,7 +326,7 @@ def test_controls_have_nothing_of_own_layers(control):
 
 
 @pytest.mark.thorough
-def test_the_dual_of_a_perturbation_has_nothing_of_own_layers():
+def test_the_dual_of_a_perturbation_is_zero_for_own_layers():
     simulation = simulated("fedsmoo", cohort=5)
     state, _ = toy.train(simulation, (0, 1))
     for tree in (state.servers.state, state.clients.state):
@@ -326,19 +335,19 @@ def test_the_dual_of_a_perturbation_has_nothing_of_own_layers():
         assert np.any(np.array(flat["head", "kernel"]))
 
 
-def of_layers_alone(name):
-    """A method that trains the normalisation layer alone, with hyper-parameters under which that is told."""
+def training_own_layers_alone(name):
+    """A method that trains the normalisation layer alone, with hyper-parameters large enough to show any other term."""
 
     @struct.dataclass
     class Alone(methods.get(name)):
         trainable = OnlyLayers.trainable
 
-    chosen = {"mu": 5.0, "rho": 0.5, "threshold": -1.0}
-    return Alone(**{key: value for key, value in chosen.items() if key in Alone.__dataclass_fields__})
+    strong = {"mu": 5.0, "rho": 0.5, "threshold": -1.0}
+    return Alone(**{key: value for key, value in strong.items() if key in Alone.__dataclass_fields__})
 
 
 @pytest.mark.parametrize("name", ["solo", "fedrep", "ditto", "fedmd"])
-def test_methods_with_models_of_another_kind_are_refused(name):
+def test_methods_whose_only_model_is_not_the_average_are_refused(name):
     with pytest.raises(UserError, match="bn=local-layers"):
         simulated(name)
 
@@ -353,8 +362,8 @@ def test_a_run_can_be_resumed(tmp_path):
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     shutil.rmtree(folder / "checkpoints" / "2")
     assert main([f"--resume={folder}", "--quiet"]) == 0
-    again = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert [again[name] for name in ("loss", "ga", "pa")] == [last[name] for name in ("loss", "ga", "pa")]
+    resumed = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert [resumed[name] for name in ("loss", "ga", "pa")] == [last[name] for name in ("loss", "ga", "pa")]
     assert last["ga"] is not None
 
 

@@ -22,26 +22,26 @@ def test_a_parcel_has_the_values_shapes_and_types_of_its_tree(x64):
     }
     with jax.enable_x64(x64):
         expected, parcel = jax.tree.map(jnp.asarray, tree), packed(tree)
-        given = jax.jit(opened)(parcel)
+        result = jax.jit(opened)(parcel)
     assert [x.shape for x in jax.tree.leaves(parcel)] == [(parcel.words.size,), (3,)]
-    jax.tree.map(np.testing.assert_array_equal, given, expected)
-    assert jax.tree.map(lambda x: x.dtype, given) == jax.tree.map(lambda x: x.dtype, expected)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    assert jax.tree.map(lambda x: x.dtype, result) == jax.tree.map(lambda x: x.dtype, expected)
 
 
-def test_a_row_of_a_parcel_for_several_devices_is_what_one_of_them_opens():
+def test_each_device_opens_its_own_row_of_a_parcel():
     tree = {"steps": np.arange(12, dtype=np.int32).reshape(2, 3, 2), "count": np.array([7, -1], np.int32)}
     parcel = packed(tree, each=True)
     assert parcel.words.shape == (2, 7)
     for device in range(2):
-        given = jax.jit(lambda parcel, device=device: opened(select(parcel, device)))(parcel)
-        jax.tree.map(np.testing.assert_array_equal, given, select(tree, device))
+        result = jax.jit(lambda parcel, device=device: opened(select(parcel, device)))(parcel)
+        jax.tree.map(np.testing.assert_array_equal, result, select(tree, device))
 
 
-def test_a_round_is_sent_as_one_array_and_of_one_shape_whatever_its_cohort():
+def test_a_round_is_sent_as_one_array_of_the_same_shape_for_every_cohort():
     simulation = toy.simulation(cohort=2)
     state, shapes = simulation.start(), set()
     for round in range(4):
-        given = simulation.arguments(state, round, simulation.plan(round))
-        (sent,) = (x for x in jax.tree.leaves(given) if not isinstance(x, jax.Array))
+        arguments = simulation.arguments(state, round, simulation.plan(round))
+        (sent,) = (x for x in jax.tree.leaves(arguments) if not isinstance(x, jax.Array))
         shapes.add((sent.shape, sent.dtype.name))
     assert len(shapes) == 1

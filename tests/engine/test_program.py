@@ -1,4 +1,4 @@
-"""What a program is compiled from."""
+"""The initial variables of a program."""
 
 from functools import partial
 
@@ -12,11 +12,11 @@ from fedjax_pcdd.models.mlp import MLP
 
 
 @pytest.mark.thorough
-def test_first_variables_are_those_of_a_program_that_is_optimised_throughout(monkeypatch):
+def test_initial_variables_equal_those_of_a_fully_optimised_program(monkeypatch):
     model, shape, key = Classifier(MLP(), num_classes=3), (8, 8, 3), jax.random.key(3)
-    monkeypatch.setenv("XLA_FLAGS", "")  # those of these tests optimise nothing
+    monkeypatch.setenv("XLA_FLAGS", "")  # the flags of the tests switch optimisation off
     draw = program._fresh_variables.__wrapped__("cpu")
-    whole = jax.jit(
+    fully_optimised = jax.jit(
         partial(initialise, model, image_shape=shape), compiler_options={"xla_backend_optimization_level": 3}
     )
-    jax.tree.map(np.testing.assert_array_equal, draw(model, key, shape), whole(key))
+    jax.tree.map(np.testing.assert_array_equal, draw(model, key, shape), fully_optimised(key))

@@ -32,7 +32,7 @@ def params(state):
     return jax.tree.map(np.array, state.servers.variables["params"])
 
 
-def close(a, b, tolerance=1e-5):
+def assert_close(a, b, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
@@ -51,13 +51,15 @@ def simulate(model, *, methods=None, seeds=(0,), lanes=2, cohort=5, **options):
 
 
 @pytest.mark.thorough
-def test_one_client_is_centralised_training():
+def test_training_one_client_equals_centralised_training():
     simulated = toy.simulation(cohort=5, lanes=1)
     k = 4
     federation = simulated.experiments[0].federation
-    only = Federation(federation.dataset, Partition((federation.partition.train[k],), (federation.partition.test[k],)))
+    one_client = Federation(
+        federation.dataset, Partition((federation.partition.train[k],), (federation.partition.test[k],))
+    )
     single = Simulation(
-        simulated.program.model, [Experiment(only, Method(), simulated.local, 0)], pipeline=Pipeline(), cohort=1
+        simulated.program.model, [Experiment(one_client, Method(), simulated.local, 0)], pipeline=Pipeline(), cohort=1
     )
     state = single.start()
     variables = jax.tree.map(lambda x: x[0], state.servers.variables)
@@ -65,10 +67,10 @@ def test_one_client_is_centralised_training():
     local = simulated.local
     optimiser = optax.chain(optax.add_decayed_weights(local.weight_decay), optax.sgd(local.lr, local.momentum))
     weights = variables["params"]
-    memory = optimiser.init(weights)
+    optimiser_state = optimiser.init(weights)
 
     @jax.jit
-    def step(weights, memory, index):
+    def step(weights, optimiser_state, index):
         images = prepare(Pipeline(), jnp.asarray(federation.dataset.x_train)[index], None, train=True)
         labels = jnp.asarray(federation.dataset.y_train)[index]
 
@@ -76,26 +78,26 @@ def test_one_client_is_centralised_training():
             outputs, _ = forward(simulated.program.model, {"params": weights}, images, train=True)
             return cross_entropy(outputs.logits, labels)
 
-        updates, memory = optimiser.update(jax.grad(loss)(weights), memory, weights)
-        return optax.apply_updates(weights, updates), memory
+        updates, optimiser_state = optimiser.update(jax.grad(loss)(weights), optimiser_state, weights)
+        return optax.apply_updates(weights, updates), optimiser_state
 
     for index in batches[0]:
-        weights, memory = step(weights, memory, index)
+        weights, optimiser_state = step(weights, optimiser_state, index)
     state, _ = single.step(state, 0)
-    close(params(state), jax.tree.map(lambda x: x[None], weights), 1e-6)
+    assert_close(params(state), jax.tree.map(lambda x: x[None], weights), 1e-6)
 
 
 @pytest.mark.thorough
-def test_clients_with_the_same_data_agree_with_their_mean():
+def test_the_mean_of_clients_with_the_same_data_equals_one_of_them():
     base = toy.simulation(cohort=5, lanes=1)
     federation, k = base.experiments[0].federation, 4
     states = []
     for copies in (1, 3):
-        own = Partition((federation.partition.train[k],) * copies, (federation.partition.test[k],) * copies)
+        partition = Partition((federation.partition.train[k],) * copies, (federation.partition.test[k],) * copies)
         local = dataclasses.replace(base.local, shuffle=False)
-        same = base.alike([Experiment(Federation(federation.dataset, own), Method(), local, 0)], copies)
-        states.append(params(same.step(same.start(), 0)[0]))
-    close(*states, 1e-6)
+        simulation = base.alike([Experiment(Federation(federation.dataset, partition), Method(), local, 0)], copies)
+        states.append(params(simulation.step(simulation.start(), 0)[0]))
+    assert_close(*states, 1e-6)
 
 
 @struct.dataclass
@@ -105,7 +107,7 @@ class Normed(Method):
 
 
 @pytest.mark.thorough
-def test_without_learning_rate_only_running_statistics_move():
+def test_at_learning_rate_0_only_running_statistics_move():
     simulated = toy.simulation(method=Normed(), lr=0.0, cohort=1, lanes=1)
     before = jax.tree.map(np.array, simulated.start().servers.variables)
     after = jax.tree.map(np.array, simulated.step(simulated.start(), 0)[0].servers.variables)
@@ -113,15 +115,15 @@ def test_without_learning_rate_only_running_statistics_move():
     (k,), federation = simulated.clients_of(0)[0], simulated.experiments[0].federation
     images = prepare(Pipeline(), federation.dataset.x_train[federation.partition.train[k]], None, train=False)
     model = simulated.program.model.clone(feature_norm=False)
-    own = jax.tree.map(lambda x: x[0], before["params"] | {"feature_norm": {}})
-    features = np.asarray(forward(model, {"params": own}, images, train=False)[0].features)
+    plain_params = jax.tree.map(lambda x: x[0], before["params"] | {"feature_norm": {}})
+    features = np.asarray(forward(model, {"params": plain_params}, images, train=False)[0].features)
     (start, end) = (v["batch_stats"]["feature_norm"]["mean"][0] for v in (before, after))
     target = features.mean(0)
     assert np.linalg.norm(end - target) < 0.7 * np.linalg.norm(start - target)
 
 
 @pytest.mark.parametrize("weights", ["method", "uniform", "batches"])
-def test_weights_are_those_asked_for(weights):
+def test_client_weights_follow_the_weights_option(weights):
     simulated = toy.simulation(weights=weights, cohort=5)
     jobs, _ = simulated.jobs(0)
     sizes = np.array(toy.SIZES)
@@ -142,7 +144,7 @@ def test_cohort_does_not_depend_on_the_method():
 
 
 @pytest.mark.thorough
-def test_running_statistics_are_averaged_with_the_same_weights():
+def test_running_statistics_are_averaged_with_the_weights_of_parameters():
     simulated = simulate(toy.narrow_resnet())
     state, _ = simulated.step(simulated.start(), 0)
     single = [simulate(toy.narrow_resnet(), cohort=5, lanes=1)]
@@ -150,12 +152,12 @@ def test_running_statistics_are_averaged_with_the_same_weights():
     total = None
     for j in range(5):
         alone = jobs._replace(weight=np.eye(5, dtype=np.float32)[j])
-        only = [b if i == j else b[:0] for i, b in enumerate(batches)]
-        plan = schedule.pack(only, 1, steps=single[0].capacity)
-        one, _ = single[0].step(single[0].start(), 0, (plan, alone))
-        scaled = jax.tree.map(lambda x, j=j: jobs.weight[j] * np.array(x), one.servers.variables)
+        client_batches = [b if i == j else b[:0] for i, b in enumerate(batches)]
+        plan = schedule.pack(client_batches, 1, steps=single[0].capacity)
+        result, _ = single[0].step(single[0].start(), 0, (plan, alone))
+        scaled = jax.tree.map(lambda x, j=j: jobs.weight[j] * np.array(x), result.servers.variables)
         total = scaled if total is None else jax.tree.map(np.add, total, scaled)
-    close(jax.tree.map(np.array, state.servers.variables), total)
+    assert_close(jax.tree.map(np.array, state.servers.variables), total)
 
 
 @pytest.mark.thorough
@@ -194,7 +196,7 @@ def test_bfloat16_keeps_float32_parameters_and_stays_close():
         simulated = simulate(model, dtype=dtype or jnp.float32)
         runs.append(simulated.step(simulated.start(), 0)[0])
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(runs[1].servers))
-    close(params(runs[0]), params(runs[1]), 2e-2)
+    assert_close(params(runs[0]), params(runs[1]), 2e-2)
 
 
 @pytest.mark.thorough
@@ -210,11 +212,11 @@ def test_a_sweep_gives_each_experiment_its_own_result():
         single = alone.start()
         for r in range(2):
             single, _ = alone.step(single, r)
-        close(jax.tree.map(lambda x, e=e: x[e], params(state)), jax.tree.map(lambda x: x[0], params(single)))
+        assert_close(jax.tree.map(lambda x, e=e: x[e], params(state)), jax.tree.map(lambda x: x[0], params(single)))
 
 
-class Known(NamedTuple):
-    """The model, and what a server is told: class counts of all clients, which of them take part, how many trained."""
+class Remembered(NamedTuple):
+    """The model, and what a server is told: class counts of all clients, the cohort, and how many of it trained."""
 
     variables: Any
     counts: jax.Array
@@ -224,12 +226,12 @@ class Known(NamedTuple):
 
 @struct.dataclass
 class Remembering(Method):
-    """FedAvg, in which all keep what they are told of the clients."""
+    """FedAvg in which server and clients keep what they are told about the clients."""
 
     power: float = hyperparameter(1.0, help="of the samples in a client's weight")
 
     def init_server(self, setting, variables, class_counts, key):
-        return Known(variables, class_counts, jnp.zeros(3, jnp.int32), jnp.zeros((), jnp.int32))
+        return Remembered(variables, class_counts, jnp.zeros(3, jnp.int32), jnp.zeros((), jnp.int32))
 
     def init_client(self, setting, server, facts, key):
         return facts
@@ -242,31 +244,31 @@ class Remembering(Method):
 
 
 @pytest.mark.thorough
-def test_a_sweep_tells_each_experiment_of_its_own_clients():
+def test_a_sweep_tells_each_experiment_about_its_own_clients():
     base = toy.simulation()
-    whole = base.experiments[0].federation
+    original = base.experiments[0].federation
     order = np.array([3, 0, 4, 2, 1])
-    other = Federation(whole.dataset, Partition(*([lists[k] for k in order] for lists in whole.partition)))
+    permuted = Federation(original.dataset, Partition(*([lists[k] for k in order] for lists in original.partition)))
     methods = Remembering(power=1.0), Remembering(power=0.0)
     experiments = [
-        Experiment(parts, method, base.local, seed)
-        for seed, (parts, method) in enumerate(zip((whole, other), methods, strict=True))
+        Experiment(federation, method, base.local, seed)
+        for seed, (federation, method) in enumerate(zip((original, permuted), methods, strict=True))
     ]
     together = Simulation(base.program.model, experiments, pipeline=Pipeline(), cohort=3, execution=Execution(lanes=2))
-    np.testing.assert_array_equal(together.weights, [whole.sizes, np.ones(5)])
+    np.testing.assert_array_equal(together.weights, [original.sizes, np.ones(5)])
     state, _ = together.step(together.start(), 0)
-    for e, parts in enumerate((whole, other)):
+    for e, federation in enumerate((original, permuted)):
         facts = jax.tree.map(lambda x, e=e: np.array(x)[5 * e : 5 * e + 5], state.clients)
         np.testing.assert_array_equal(facts.client, np.arange(5))
-        np.testing.assert_array_equal(facts.class_counts, parts.class_counts)
-        np.testing.assert_array_equal(facts.num_samples, parts.sizes)
-        np.testing.assert_array_equal(facts.federation_counts, [parts.class_counts] * 5)
-        np.testing.assert_array_equal(state.servers.counts[e], parts.class_counts)
+        np.testing.assert_array_equal(facts.class_counts, federation.class_counts)
+        np.testing.assert_array_equal(facts.num_samples, federation.sizes)
+        np.testing.assert_array_equal(facts.federation_counts, [federation.class_counts] * 5)
+        np.testing.assert_array_equal(state.servers.counts[e], federation.class_counts)
         np.testing.assert_array_equal(state.servers.cohort[e], together.clients_of(0)[e])
 
 
 class Drawn(NamedTuple):
-    """The model, and what the server has drawn."""
+    """The model, and the random numbers that the server has drawn."""
 
     variables: Any
     numbers: jax.Array
@@ -274,7 +276,7 @@ class Drawn(NamedTuple):
 
 @struct.dataclass
 class Drawing(Method):
-    """FedAvg in which server and clients begin with random numbers."""
+    """FedAvg in which server and clients start with random numbers."""
 
     def init_server(self, setting, variables, class_counts, key):
         return Drawn(variables, jax.random.uniform(key, (2,)))
@@ -283,15 +285,15 @@ class Drawing(Method):
         return jax.random.uniform(key, (2,))
 
 
-def test_server_and_clients_draw_from_streams_of_the_seed_of_their_own():
+def test_server_and_clients_draw_from_separate_streams_of_the_seed():
     base = toy.simulation()
     experiments = [base.experiments[0]._replace(method=Drawing(), seed=seed) for seed in (0, 0, 1)]
     state = Simulation(base.program.model, experiments, pipeline=Pipeline(), cohort=3).start()
     for e, seed in enumerate((0, 0, 1)):
-        server, clients = (stream_of(seed, which) for which in (SERVER, CLIENT))
-        own = [jax.random.uniform(jax.random.fold_in(clients, k), (2,)) for k in range(5)]
-        np.testing.assert_array_equal(state.servers.numbers[e], jax.random.uniform(server, (2,)))
-        np.testing.assert_array_equal(state.clients[5 * e : 5 * e + 5], own)
+        server_key, client_key = (stream_of(seed, which) for which in (SERVER, CLIENT))
+        expected = [jax.random.uniform(jax.random.fold_in(client_key, k), (2,)) for k in range(5)]
+        np.testing.assert_array_equal(state.servers.numbers[e], jax.random.uniform(server_key, (2,)))
+        np.testing.assert_array_equal(state.clients[5 * e : 5 * e + 5], expected)
 
 
 @pytest.mark.thorough
@@ -308,13 +310,13 @@ def test_evaluation_counts_every_test_sample_once():
     federation = simulated.experiments[0].federation
     variables = jax.tree.map(lambda x: x[0], state.servers.variables)
     images = prepare(Pipeline(), federation.dataset.x_test, None, train=False)
-    guess = np.argmax(forward(simulated.program.model, variables, images, train=False)[0].logits, -1)
-    right = guess == federation.dataset.y_test
+    predictions = np.argmax(forward(simulated.program.model, variables, images, train=False)[0].logits, -1)
+    correct = predictions == federation.dataset.y_test
     counts = simulated.evaluate(state, personal=True)
-    by_class = np.bincount(federation.dataset.y_test, weights=right, minlength=toy.CLASSES)
+    by_class = np.bincount(federation.dataset.y_test, weights=correct, minlength=toy.CLASSES)
     np.testing.assert_array_equal(counts.generic[0], by_class)
-    own = [right[x].sum() for x in federation.partition.test]
-    np.testing.assert_array_equal(np.array(counts.personal).sum(1), own)
+    personal = [correct[x].sum() for x in federation.partition.test]
+    np.testing.assert_array_equal(np.array(counts.personal).sum(1), personal)
     assert np.array(report.correct).sum() > 0
 
 
@@ -322,12 +324,12 @@ def test_evaluation_counts_every_test_sample_once():
 def test_fine_tuning_starts_from_the_given_model_and_moves_it():
     simulated = toy.simulation(cohort=5)
     state, _ = toy.train(simulated, (0,))
-    given = jax.tree.map(np.array, state.servers.variables)
+    variables = jax.tree.map(np.array, state.servers.variables)
     tuner = simulated.tuner(epochs=3)
-    start = tuner.start(given)
-    jax.tree.map(np.testing.assert_array_equal, given, jax.tree.map(np.array, start.servers.variables))
+    start = tuner.start(variables)
+    jax.tree.map(np.testing.assert_array_equal, variables, jax.tree.map(np.array, start.servers.variables))
     tuned, _ = tuner.step(start, 0)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), given["params"], params(tuned))))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), variables["params"], params(tuned))))
 
 
 @pytest.mark.thorough
@@ -340,43 +342,44 @@ def test_auto_lanes_are_among_the_candidates():
     assert tuning.choose_lanes(make, base.start(), 3, 10**6).program.lanes in tuning.candidates(3)
 
 
-@pytest.mark.parametrize(("rounds", "free", "tried"), [(10, 2, False), (10**6, 2, True), (10**6, 1, False)])
-def test_lanes_are_tried_where_a_cpu_has_several_and_the_run_is_long(monkeypatch, rounds, free, tried):
+@pytest.mark.parametrize(("rounds", "most_lanes", "expected"), [(10, 2, False), (10**6, 2, True), (10**6, 1, False)])
+def test_lane_counts_are_timed_only_if_there_are_several_and_the_run_is_long(monkeypatch, rounds, most_lanes, expected):
     probed = []
-    monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: list(range(1, free + 1)))
+    monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: list(range(1, most_lanes + 1)))
     monkeypatch.setattr(tuning, "_probe", lambda simulated, state: probed.append(simulated) or (0.0, 1.0))
     chosen = tuning.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), None, 3, rounds)
-    assert (chosen.program.lanes, bool(probed)) == (1, tried)
+    assert (chosen.program.lanes, bool(probed)) == (1, expected)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedavg", "fedmr", "scaffold"])
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_rounds_of_one_step_are_those_of_a_loop_with_one_step(name, lanes):
+def test_rounds_of_one_step_equal_a_loop_with_one_step(name, lanes):
     simulated = toy.simulation(name, lanes=lanes, epochs=1, batch_size=64, last_batch="keep")
     program = simulated.program
     assert (program.blocks.steps, toy.simulation(name, lanes=lanes).program.blocks.steps) == (1, 0)
     blocks = dataclasses.replace(program.blocks, steps=0)
     looped = jax.jit(partial(training_round, dataclasses.replace(program, blocks=blocks)))
-    expected, told = looped(*simulated.arguments(simulated.start(), 0, simulated.plan(0)))
+    expected, expected_report = looped(*simulated.arguments(simulated.start(), 0, simulated.plan(0)))
     state, report = simulated.step(simulated.start(), 0)
-    close(state, expected)
-    np.testing.assert_allclose(report.loss, told.loss, 1e-5)
+    assert_close(state, expected)
+    np.testing.assert_allclose(report.loss, expected_report.loss, 1e-5)
 
 
-def test_fine_tuning_has_the_first_learning_rate_whatever_the_round():
+def test_fine_tuning_has_the_first_learning_rate_in_every_round():
     simulated = toy.simulation()
     experiment = simulated.experiments[0]
-    falling = experiment._replace(local=dataclasses.replace(experiment.local, lr_steps=(1,)))
-    tuner = Simulation(simulated.program.model, [falling], pipeline=Pipeline(), cohort=3).tuner(epochs=1)
+    decaying = experiment._replace(local=dataclasses.replace(experiment.local, lr_steps=(1,)))
+    tuner = Simulation(simulated.program.model, [decaying], pipeline=Pipeline(), cohort=3).tuner(epochs=1)
     np.testing.assert_allclose(tuner.hyper_at(5).lr, [0.05], 1e-6)
 
 
 def test_learning_rate_falls_at_the_given_rounds():
-    simulated = toy.simulation()
-    simulated.local = simulated.local.__class__(**(vars(simulated.local) | {"lr_steps": (2, 4), "lr_decay": 0.1}))
+    constant = toy.simulation()
+    (experiment,) = constant.experiments
+    decaying = experiment._replace(local=dataclasses.replace(experiment.local, lr_steps=(2, 4), lr_decay=0.1))
+    simulated = Simulation(constant.program.model, [decaying], pipeline=Pipeline(), cohort=3)
     rates = [float(simulated.hyper_at(r).lr[0]) for r in range(6)]
-    simulated.local = simulated.local.__class__(**(vars(simulated.local) | {"lr_steps": ()}))
     np.testing.assert_allclose(rates, [0.05, 0.05, 0.005, 0.005, 0.0005, 0.0005], 1e-6)
 
 

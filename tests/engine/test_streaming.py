@@ -1,4 +1,4 @@
-"""Samples that stay on the host: the same bits as with all of them on the device."""
+"""Samples that stay on the host give the same bits as samples on the device."""
 
 import dataclasses
 import os
@@ -31,11 +31,11 @@ from fedjax_pcdd.training.tracking import Tracker
 MEGABYTE = 10**6
 
 
-def simulated(name, *, stream=None, cohort=3, seeds=(0,), parts=None, **options):
-    parts, method = parts or toy.federation(), METHODS[name](**options.pop("hyper", {}))
-    plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
+def simulated(name, *, stream=None, cohort=3, seeds=(0,), federation=None, **options):
+    federation, method = federation or toy.federation(), METHODS[name](**options.pop("hyper", {}))
+    plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=federation.image_shape)
     local = Local(1, 8, options.pop("last_batch", "drop"), lr=0.05)
-    experiments = [Experiment(parts, method, local, seed) for seed in seeds]
+    experiments = [Experiment(federation, method, local, seed) for seed in seeds]
     options = {"pipeline": Pipeline(flip=True), "eval_batch": 7, "lanes": 1} | options
     return Simulation(
         method.build(plain), experiments, cohort=cohort, rounds=3, **toy.options(stream=stream, **options)
@@ -43,19 +43,19 @@ def simulated(name, *, stream=None, cohort=3, seeds=(0,), parts=None, **options)
 
 
 def trained(simulation, rounds=3):
-    """States and reports of some rounds, fetched ahead, and what an evaluation counts."""
-    state, plan, seen = simulation.start(), simulation.plan(0), []
+    """The state after some rounds with prefetching, their reports, and the counts of an evaluation."""
+    state, plan, reports = simulation.start(), simulation.plan(0), []
     for r in range(rounds):
         launched = simulation.launch(state, r, plan)
         plan = simulation.plan(r + 1)
         simulation.prefetch(launched, plan)
         state, report = simulation.settle(launched)
-        seen.append(jax.tree.map(np.array, report))
-    return jax.tree.map(np.array, (state, seen, simulation.evaluate(state, personal=True)))
+        reports.append(jax.tree.map(np.array, report))
+    return jax.tree.map(np.array, (state, reports, simulation.evaluate(state, personal=True)))
 
 
-def assert_same(one, other):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+def assert_same(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -70,51 +70,51 @@ def assert_same(one, other):
         ("fedprox", {"seeds": (0, 1), "lanes": 3, "block": 2}),
     ],
 )
-def test_rounds_and_evaluations_are_those_of_samples_on_the_device(name, options):
+def test_streamed_rounds_and_evaluations_equal_those_on_the_device(name, options):
     assert_same(trained(simulated(name, stream=MEGABYTE, **options)), trained(simulated(name, **options)))
 
 
 @pytest.mark.thorough
-def test_evaluation_in_chunks_has_the_batches_of_the_whole(tmp_path):
-    """Memory for two of the batches of 7 at a time, and samples in a mapped file."""
-    parts = toy.federation()
-    np.save(tmp_path / "x.npy", parts.dataset.x_train)
-    mapped = dataclasses.replace(parts.dataset, x_train=np.load(tmp_path / "x.npy", mmap_mode="r"))
-    small = simulated("solo", stream=4 * 2 * 7 * 25, parts=Federation(mapped, parts.partition), cohort=1)
+def test_evaluation_in_chunks_has_the_batches_of_the_whole_test_set(tmp_path):
+    """Memory holds two batches of 7 at a time, and the samples are in a memory-mapped file."""
+    federation = toy.federation()
+    np.save(tmp_path / "x.npy", federation.dataset.x_train)
+    mapped = dataclasses.replace(federation.dataset, x_train=np.load(tmp_path / "x.npy", mmap_mode="r"))
+    small = simulated("solo", stream=4 * 2 * 7 * 25, federation=Federation(mapped, federation.partition), cohort=1)
     numbers = [np.array(data.test.numbers) for data in small.streamed.whole_test(7)]
     assert len(numbers) == 2
-    assert sorted(np.concatenate(numbers)) == list(range(len(parts.dataset.y_test)))
-    assert (np.concatenate(numbers[:1]) % -(-len(parts.dataset.y_test) // 7) < 2).all()
+    assert sorted(np.concatenate(numbers)) == list(range(len(federation.dataset.y_test)))
+    assert (np.concatenate(numbers[:1]) % -(-len(federation.dataset.y_test) // 7) < 2).all()
     assert_same(trained(small), trained(simulated("solo", cohort=1)))
 
 
-def test_a_device_holds_the_samples_of_a_cohort_alone():
+def test_a_device_holds_the_samples_of_the_cohort_only():
     simulation = simulated("fedavg", stream=MEGABYTE, cohort=1)
     assert simulation.data.train.images.shape[0] == 0
     data = simulation.data_of(*simulation.plan(0))
     assert data.train.images.shape[0] == max(toy.SIZES)
 
 
-def test_what_is_sent_for_a_round_does_not_grow_with_the_clients():
-    """But for how many samples each has, which the device knows from the start."""
-    sent = []
+def test_data_sent_for_a_round_does_not_grow_with_the_number_of_clients():
+    """Apart from the number of samples of each client, which the device knows from the start."""
+    shapes = []
     for clients in (10, 1000):
         images, labels = np.zeros((2 * clients, 4, 4, 1), np.uint8), np.zeros(2 * clients, np.int32)
         split = Split(images, labels, Lists(np.arange(2 * clients), np.full(clients, 2)), 3)
         shard = split.shard(np.array([7, 2, 9]))
         assert [int(start_of(shard, row)) for row in (2, 7, 9, 5)] == [2, 0, 4, 0]
         assert shard.size is split.sizes
-        sent.append([np.shape(array) for array in shard._replace(size=())])
-    assert sent[0] == sent[1]
+        shapes.append([np.shape(array) for array in shard._replace(size=())])
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.thorough
 def test_fine_tuning_goes_through_the_clients_in_portions():
     tuners = [simulated("fedavg", stream=stream, cohort=2).tuner(1) for stream in (MEGABYTE, None)]
     assert tuners[0].cohort_size == 2
-    given = jax.tree.map(np.array, simulated("fedavg").start().servers.variables)
+    variables = jax.tree.map(np.array, simulated("fedavg").start().servers.variables)
     cohort = [np.array([1, 4])]
-    losses = [np.array(t.step(t.start(given), 0, t.plan(0, cohort))[1].loss) for t in tuners]
+    losses = [np.array(tuner.step(tuner.start(variables), 0, tuner.plan(0, cohort))[1].loss) for tuner in tuners]
     assert_same(losses[0], losses[1][~np.isnan(losses[1])])
 
 
@@ -127,8 +127,8 @@ def test_fine_tuning_goes_through_the_clients_in_portions():
         ("fedavg", 1600, {"last_batch": "strict"}),
     ],
 )
-def test_a_round_in_chunks_has_the_bits_of_one_on_the_device(name, memory, options):
-    """Memory for the samples of little more than the clients in lanes."""
+def test_a_round_in_chunks_gives_the_same_bits_as_on_the_device(name, memory, options):
+    """Memory holds the samples of little more than the clients in lanes."""
     options["cohort"] = 5
     small = simulated(name, stream=memory, **options)
     plan, jobs = small.plan(0)
@@ -139,16 +139,16 @@ def test_a_round_in_chunks_has_the_bits_of_one_on_the_device(name, memory, optio
     assert_same(trained(small), trained(simulated(name, **options)))
 
 
-def test_the_tests_of_a_chunks_clients_fit_into_memory_too():
+def test_the_test_samples_of_a_chunk_fit_into_memory_too():
     images, labels = np.zeros((18, 5, 5, 1), np.uint8), np.arange(18) % toy.CLASSES
     train, test = np.split(np.arange(4), 4), np.split(np.arange(18), [8, 16, 17])
-    parts = Federation(Dataset("few", images[:4], labels[:4], images, labels, toy.CLASSES), Partition(train, test))
-    streamed = (small := simulated("fedavg", stream=340, parts=parts, cohort=4)).streamed
+    federation = Federation(Dataset("few", images[:4], labels[:4], images, labels, toy.CLASSES), Partition(train, test))
+    streamed = (small := simulated("fedavg", stream=340, federation=federation, cohort=4)).streamed
     rows = [np.array(chunk.data.test.rows) for chunk in streamed.chunks(*small.plan(0))]
-    assert [own[own < 4].tolist() for own in rows] == [[0], [1, 2], [3]]
+    assert [chunk_rows[chunk_rows < 4].tolist() for chunk_rows in rows] == [[0], [1, 2], [3]]
 
 
-def test_tests_of_clients_that_are_looked_at_together_fit_into_a_quarter_of_the_memory():
+def test_the_tests_of_clients_evaluated_together_fit_a_quarter_of_the_memory():
     streamed = simulated("fedavg", stream=MEGABYTE, cohort=1).streamed
     sizes = np.sort(streamed.test.lists.sizes)[::-1]
     for count in (1, 2, 4):
@@ -156,7 +156,7 @@ def test_tests_of_clients_that_are_looked_at_together_fit_into_a_quarter_of_the_
         assert streamed.tested_rows(1) == count
 
 
-def test_an_evaluation_looks_at_no_more_clients_together_than_whose_tests_fit():
+def test_evaluation_portions_have_only_as_many_clients_as_their_tests_allow():
     simulation = simulated("fedavg", stream=MEGABYTE)
     simulation.streamed.tested_rows = lambda cohort: cohort - 1
     portions = list(simulation.evaluator._portions(simulation.start()))
@@ -164,7 +164,7 @@ def test_an_evaluation_looks_at_no_more_clients_together_than_whose_tests_fit():
     assert sorted(np.concatenate([portion.rows[portion.first] for portion in portions])) == [0, 1, 2, 3, 4]
 
 
-def test_a_round_in_chunks_is_compiled_before_it_runs_and_counted():
+def test_a_round_in_chunks_is_compiled_before_it_runs_and_counted_once():
     small = simulated("scaffold", stream=2600, cohort=5)
     assert small.chunked
     assert small.compile(small.start()).memory_analysis().argument_size_in_bytes > 0
@@ -174,7 +174,7 @@ def test_a_round_in_chunks_is_compiled_before_it_runs_and_counted():
 
 
 @pytest.mark.parametrize("counts", [[1, 2, 3], [3]], ids=["cpu", "accelerator"])
-def test_lanes_are_chosen_of_those_whose_clients_fit_into_data_memory(monkeypatch, counts):
+def test_chosen_lanes_are_among_those_whose_clients_fit_into_data_memory(monkeypatch, counts):
     monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: counts)
     monkeypatch.setattr(tuning, "free_memory", lambda: 10**9)
     monkeypatch.setattr(tuning, "_probe", lambda simulation, state: (0.0, 1 / simulation.program.lanes))
@@ -184,37 +184,39 @@ def test_lanes_are_chosen_of_those_whose_clients_fit_into_data_memory(monkeypatc
 
     with pytest.raises(UserError, match="data_memory"):
         make(3)
-    one = make(1)
-    assert tuning.choose_lanes(make, one.start(), 5, 10**6).program.lanes in (1, 2)
+    single_lane = make(1)
+    assert tuning.choose_lanes(make, single_lane.start(), 5, 10**6).program.lanes in (1, 2)
 
 
-def test_memory_for_less_than_the_clients_in_lanes_is_refused():
+def test_too_little_memory_for_the_clients_in_lanes_is_refused():
     with pytest.raises(UserError, match="data_memory"):
         simulated("fedavg", stream=100)
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 2], [1, 3, 4, 7], [5, 2, 2, 3], []])
-def test_rows_of_a_mapped_file_are_those_of_the_array_though_they_are_read_in_pieces(tmp_path, monkeypatch, numbers):
+def test_rows_of_a_mapped_file_survive_partial_reads(tmp_path, monkeypatch, numbers):
     array, read = np.arange(60, dtype=np.int16).reshape(10, 2, 3), os.preadv
     np.save(tmp_path / "x.npy", array)
-    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, [into[0][:5]], at))
+    monkeypatch.setattr(os, "preadv", lambda file, buffer, offset: read(file, [buffer[0][:5]], offset))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    for whole, part in ((array, mapped), (array[2:], mapped[2:])):
-        into = np.zeros((5, 2, 3), np.int16)
-        Rows(part).read(np.array(numbers, int), into)
-        np.testing.assert_array_equal(into[: len(numbers)], whole[numbers])
+    for stored, file_rows in ((array, mapped), (array[2:], mapped[2:])):
+        buffer = np.zeros((5, 2, 3), np.int16)
+        Rows(file_rows).read(np.array(numbers, int), buffer)
+        np.testing.assert_array_equal(buffer[: len(numbers)], stored[numbers])
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_file_that_changes_under_a_run_is_a_sentence(tmp_path, cut):
-    parts, file = toy.federation(), tmp_path / "x.npy"
-    np.save(file, parts.dataset.x_train)
-    mapped = dataclasses.replace(parts.dataset, x_train=np.load(file, mmap_mode="r"))
-    split = simulated("fedavg", stream=MEGABYTE, parts=Federation(mapped, parts.partition)).streamed.train
+@pytest.mark.parametrize("truncated", [True, False])
+def test_a_file_that_changes_during_a_run_is_a_user_error(tmp_path, truncated):
+    federation, file = toy.federation(), tmp_path / "x.npy"
+    np.save(file, federation.dataset.x_train)
+    mapped = dataclasses.replace(federation.dataset, x_train=np.load(file, mmap_mode="r"))
+    split = simulated("fedavg", stream=MEGABYTE, federation=Federation(mapped, federation.partition)).streamed.train
     rows = np.array([1, 2])
-    known = np.array(split.shard(rows).images)
-    np.testing.assert_array_equal(known[: split.lists.sizes[1]], parts.dataset.x_train[parts.partition.train[1]])
-    if cut:
+    images = np.array(split.shard(rows).images)
+    np.testing.assert_array_equal(
+        images[: split.lists.sizes[1]], federation.dataset.x_train[federation.partition.train[1]]
+    )
+    if truncated:
         os.truncate(file, 200)
     else:
         os.utime(file, (0, 0))
@@ -227,16 +229,16 @@ def test_auto_streams_what_exceeds_a_third_of_the_free_memory(monkeypatch, free,
     data = fp.load_dataset("digits")
     size = data.x_train.nbytes + data.x_test.nbytes
     monkeypatch.setattr(training_setup, "available_memory", lambda: free * size)
-    pair = build_config({"data": "auto", "clients": 3, "cohort": 1, "min_samples": 1, "lanes": 1})
-    streamed = Setup([pair]).simulation.streamed
+    config_and_method = build_config({"data": "auto", "clients": 3, "cohort": 1, "min_samples": 1, "lanes": 1})
+    streamed = Setup([config_and_method]).simulation.streamed
     assert (streamed and streamed.memory) == (share and int(free * size / 3))
 
 
 @pytest.mark.thorough
-def test_a_run_streams_where_it_is_asked_to():
+def test_a_run_with_streamed_data_equals_one_with_data_on_the_device():
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=6, beta=0.3)
-    given = {"rounds": 2, "local_epochs": 1, "lanes": 1, "cohort": 2, "fine_tune_epochs": 1}
-    one, other = (fp.simulate(federation, fp.FedMR(), data=name, **given) for name in ("device", "stream"))
-    np.testing.assert_array_equal(one.ga, other.ga)
-    np.testing.assert_array_equal(one.pa_per_client, other.pa_per_client)
-    assert one.summary["pa_best"] == other.summary["pa_best"]
+    options = {"rounds": 2, "local_epochs": 1, "lanes": 1, "cohort": 2, "fine_tune_epochs": 1}
+    on_device, streamed = (fp.simulate(federation, fp.FedMR(), data=name, **options) for name in ("device", "stream"))
+    np.testing.assert_array_equal(on_device.ga, streamed.ga)
+    np.testing.assert_array_equal(on_device.pa_per_client, streamed.pa_per_client)
+    assert on_device.summary["pa_best"] == streamed.summary["pa_best"]

@@ -1,4 +1,4 @@
-"""Plans of the papers' cells and sessions that work them off: one tiny plan on the built-in digits."""
+"""Plans of the papers' cells and sessions that run them: one tiny plan on the built-in digits."""
 
 import gc
 import json
@@ -57,13 +57,13 @@ def planned(folders, text=PLAN):
     return read_plan("tiny", folders.presets.parent / "reproduction", folders.presets).cells
 
 
-def one(folders, name, text=PLAN):
+def cells_named(folders, name, text=PLAN):
     return [cell for cell in planned(folders, text) if cell.name == name and cell.table == "toy/table1"]
 
 
-def work(folders, chosen, seconds=None):
+def run_session(folders, cells, seconds=None):
     lines = []
-    return work_off(chosen, folders, Budget(seconds), lines.append), lines
+    return work_off(cells, folders, Budget(seconds), lines.append), lines
 
 
 def result(folders, cell):
@@ -73,34 +73,34 @@ def result(folders, cell):
 # Plans
 
 
-def test_cells_run_all_methods_of_the_first_seed_first(folders):
+def test_all_methods_of_the_first_seed_come_first(folders):
     names = [cell.name for cell in planned(folders)[:4]]
     assert names == ["tiny-A-fedavg-s0", "tiny-A-fedprox-s0", "tiny-A-fedavg-s1", "tiny-A-fedprox-s1"]
 
 
-def test_cells_run_all_splits_of_the_first_seed_first(folders):
-    kept = planned(folders, "blocks: [{table: toy/table1, methods: [fedavg], seeds: [0, 1]}]")
-    assert [(c.seed, c.split) for c in kept] == [(0, "A"), (0, "B"), (1, "A"), (1, "B")]
+def test_all_splits_of_the_first_seed_come_first(folders):
+    cells = planned(folders, "blocks: [{table: toy/table1, methods: [fedavg], seeds: [0, 1]}]")
+    assert [(c.seed, c.split) for c in cells] == [(0, "A"), (0, "B"), (1, "A"), (1, "B")]
 
 
-def test_a_method_with_variants_has_no_row_without_one_unless_it_is_named(folders):
+def test_a_method_with_variants_has_no_row_without_one_by_default(folders):
     (folders.presets / "toy/table1.yaml").write_text(PRESET.replace("fedprox: {mu: 0.5}", "fedmr: {}"))
     rows = {(c.method, c.variant) for c in planned(folders, "blocks: [{table: toy/table1}]")}
     assert rows == {("fedavg", None), ("fedmr", "intra-only")}
 
 
 def test_a_block_without_names_has_every_row_and_split_of_its_preset(folders):
-    kept = planned(folders, "blocks: [{table: toy/table1}]")
-    assert [(c.split, c.method, c.variant) for c in kept] == [
+    cells = planned(folders, "blocks: [{table: toy/table1}]")
+    assert [(c.split, c.method, c.variant) for c in cells] == [
         (split, *row)
         for split in "AB"
         for row in (("fedavg", None), ("fedprox", None), ("fedmr", "intra-only"))
     ]  # fmt: skip
 
 
-def test_settings_of_one_method_win_over_the_blocks_and_the_plans(folders):
+def test_settings_of_one_method_override_those_of_the_block_and_of_the_plan(folders):
     text = "settings: {mu: 1, lr: 1}\nblocks: [{table: toy/table1, settings: {lr: 2}, own: {fedprox: {mu: 3}}}]"
-    cell = one(folders, "tiny-A-fedprox-s0", text)[0]
+    cell = cells_named(folders, "tiny-A-fedprox-s0", text)[0]
     assert cell.settings == {"mu": "3", "lr": "2"}
 
 
@@ -134,82 +134,82 @@ def test_a_cell_that_cannot_run_is_named_before_anything_runs(folders):
 
 
 @pytest.mark.thorough
-def test_a_finished_cell_has_its_numbers_and_is_not_run_again(folders, monkeypatch):
-    chosen = one(folders, "tiny-A-fedavg-s0")
-    assert work(folders, chosen)[0] == (1, 0, False)
-    kept = result(folders, chosen[0])
-    assert kept["status"] == "finished"
-    assert kept["metrics"] == {"ga_pct": pytest.approx(100 * kept["ga_best"], abs=0.01)}
-    assert len(kept["ga"]) == 3
-    assert max(kept["ga"]) == kept["ga_best"]
-    assert kept["command"].startswith("python experiments/run.py --preset=toy/table1 --split=A --method=fedavg ")
+def test_a_finished_cell_has_a_result_and_is_not_run_again(folders, monkeypatch):
+    cells = cells_named(folders, "tiny-A-fedavg-s0")
+    assert run_session(folders, cells)[0] == (1, 0, False)
+    cell_result = result(folders, cells[0])
+    assert cell_result["status"] == "finished"
+    assert cell_result["metrics"] == {"ga_pct": pytest.approx(100 * cell_result["ga_best"], abs=0.01)}
+    assert len(cell_result["ga"]) == 3
+    assert max(cell_result["ga"]) == cell_result["ga_best"]
+    assert cell_result["command"].startswith("python experiments/run.py --preset=toy/table1 --split=A --method=fedavg ")
     monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("run again"))
-    assert work(folders, chosen)[0] == (0, 0, False)
+    assert run_session(folders, cells)[0] == (0, 0, False)
 
 
 @pytest.mark.thorough
 def test_an_interrupted_cell_continues_and_ends_with_the_same_numbers(folders, monkeypatch, tmp_path):
-    chosen = one(folders, "tiny-A-fedavg-s0")
+    cells = cells_named(folders, "tiny-A-fedavg-s0")
     append, stop = records.RunFolder.append, {"at": 2}
 
-    def interrupted(self, row, name=records.METRICS):
+    def append_or_stop(self, row, name=records.METRICS):
         append(self, row, name)
         if row["round"] == stop["at"]:
             stop["at"] = None
             raise OutOfTime
 
-    monkeypatch.setattr(records.RunFolder, "append", interrupted)
-    assert work(folders, chosen)[0] == (0, 0, True)
-    assert unfinished(chosen, folders) == chosen
-    assert work(folders, chosen)[0] == (1, 0, False)
-    whole = folders._replace(runs=tmp_path / "other", results=tmp_path / "whole")
-    work(whole, chosen)
-    assert result(folders, chosen[0])["ga"] == result(whole, chosen[0])["ga"]
+    monkeypatch.setattr(records.RunFolder, "append", append_or_stop)
+    assert run_session(folders, cells)[0] == (0, 0, True)
+    assert unfinished(cells, folders) == cells
+    assert run_session(folders, cells)[0] == (1, 0, False)
+    uninterrupted = folders._replace(runs=tmp_path / "other", results=tmp_path / "whole")
+    run_session(uninterrupted, cells)
+    assert result(folders, cells[0])["ga"] == result(uninterrupted, cells[0])["ga"]
 
 
 @pytest.mark.thorough
-def test_a_diverging_cell_is_failed_and_not_tried_again(folders):
+def test_a_diverging_cell_is_recorded_as_failed_and_not_run_again(folders):
     text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg], settings: {lr: 1.0e30}}]"
-    chosen = one(folders, "tiny-A-fedavg-s0", text)
-    assert work(folders, chosen)[0] == (1, 0, False)
-    kept = result(folders, chosen[0])
-    assert kept["status"] == "failed"
-    assert "is not finite" in kept["sentence"]
-    assert str(folders.runs) not in kept["sentence"]
-    assert unfinished(chosen, folders) == []
+    cells = cells_named(folders, "tiny-A-fedavg-s0", text)
+    assert run_session(folders, cells)[0] == (1, 0, False)
+    cell_result = result(folders, cells[0])
+    assert cell_result["status"] == "failed"
+    assert "is not finite" in cell_result["sentence"]
+    assert str(folders.runs) not in cell_result["sentence"]
+    assert unfinished(cells, folders) == []
 
 
 @pytest.mark.thorough
 def test_a_full_disk_ends_the_session_and_fails_no_cell(folders, monkeypatch):
-    def full(*_, **__):
+    def run_on_a_full_disk(*_, **__):
         raise UserError("no space left on the disk") from OSError("no space")
 
-    monkeypatch.setattr(runs, "run", full)
-    chosen = one(folders, "tiny-A-fedavg-s0")
+    monkeypatch.setattr(runs, "run", run_on_a_full_disk)
+    cells = cells_named(folders, "tiny-A-fedavg-s0")
     with pytest.raises(UserError, match="no space left"):
-        work(folders, chosen)
-    assert unfinished(chosen, folders) == chosen
+        run_session(folders, cells)
+    assert unfinished(cells, folders) == cells
 
 
-def test_a_result_that_names_no_version_is_of_an_older_one():
+def test_a_result_without_a_version_is_of_an_older_one():
     assert results.is_current({"version": fedjax_pcdd.__version__})
     assert not results.is_current({})
 
 
-def test_seconds_of_a_cell_are_those_of_training_and_of_evaluation(folders, tmp_path):
-    folder, cell = write_run(tmp_path / "run"), one(folders, "tiny-A-fedavg-s0")[0]
+def test_seconds_of_a_cell_are_those_of_training_and_evaluation(folders, tmp_path):
+    folder, cell = write_run(tmp_path / "run"), cells_named(folders, "tiny-A-fedavg-s0")[0]
     rows = [{"round": r, "ga": None, "pa": None, "seconds": 2.0} for r in (1, 2, 3)]
     rows[2] |= {"ga": 0.5, "pa": 0.5, "eval_seconds": 0.5}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert results.finished(cell, read_record(folder), folders.expected)["seconds"] == 6.5
 
 
-def test_cells_of_two_seeds_share_no_run(folders):
-    first, second = (one(folders, f"tiny-A-fedavg-s{seed}")[0] for seed in (0, 1))
+def test_cells_with_different_seeds_share_no_run(folders):
+    first, second = (cells_named(folders, f"tiny-A-fedavg-s{seed}")[0] for seed in (0, 1))
     options = [values(*configured(cell, folders.presets)) for cell in (first, second)]
-    known = [results.failed(first, options[0], "it diverged.")]
-    assert results.repeated(first, options[0], known)
-    assert results.repeated(second, options[1], known) is None
+    earlier_results = [results.failed(first, options[0], "it diverged.")]
+    assert results.repeated(first, options[0], earlier_results)
+    assert results.repeated(second, options[1], earlier_results) is None
 
 
 @pytest.mark.thorough
@@ -217,70 +217,70 @@ def test_cells_with_the_same_options_share_one_run(folders, monkeypatch):
     text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg]}, {table: toy/table3, splits: [A]}]"
     (folders.presets / "toy/table3.yaml").write_text(PRESET.split("methods:")[0] + "methods: {fedavg: {}}")
     first, second = planned(folders, text)
-    work(folders, [first])
+    run_session(folders, [first])
     monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("run again"))
-    work(folders, [second])
-    kept = result(folders, second)
-    assert (kept["table"], kept["same_run_as"]) == ("toy/table3", "toy/table1 A")
-    assert kept["ga"] == result(folders, first)["ga"]
+    run_session(folders, [second])
+    shared_result = result(folders, second)
+    assert (shared_result["table"], shared_result["same_run_as"]) == ("toy/table3", "toy/table1 A")
+    assert shared_result["ga"] == result(folders, first)["ga"]
 
 
 @pytest.mark.thorough
-def test_results_of_another_version_are_replaced_where_asked_for(folders, tmp_path):
-    first, other = one(folders, "tiny-A-fedavg-s0")[0], one(folders, "tiny-A-fedprox-s0")[0]
-    work(folders, [first])
+def test_results_of_another_version_are_replaced_on_request(folders, tmp_path):
+    first, other = cells_named(folders, "tiny-A-fedavg-s0")[0], cells_named(folders, "tiny-A-fedprox-s0")[0]
+    run_session(folders, [first])
     path = results.result_path(folders.results, first)
-    new = json.loads(path.read_text())
-    assert new["version"] == fedjax_pcdd.__version__
-    path.write_text(json.dumps({**new, "version": "0.0.1", "ga_best": -1.0}))
-    assert work(folders, [first])[0] == (0, 0, False)
-    again = folders._replace(current=True, runs=tmp_path / "runs of this version")
-    assert unfinished([first, other], again) == [first, other]
-    assert work(again, [first])[0] == (1, 0, False)
-    assert result(folders, first)["ga_best"] == new["ga_best"]
-    assert unfinished([first], again) == []
+    original = json.loads(path.read_text())
+    assert original["version"] == fedjax_pcdd.__version__
+    path.write_text(json.dumps({**original, "version": "0.0.1", "ga_best": -1.0}))
+    assert run_session(folders, [first])[0] == (0, 0, False)
+    current_only = folders._replace(current=True, runs=tmp_path / "runs of this version")
+    assert unfinished([first, other], current_only) == [first, other]
+    assert run_session(current_only, [first])[0] == (1, 0, False)
+    assert result(folders, first)["ga_best"] == original["ga_best"]
+    assert unfinished([first], current_only) == []
 
 
-def test_cells_without_their_data_wait_for_it(folders):
+def test_cells_whose_data_is_missing_are_skipped_and_stay_unfinished(folders):
     text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg, fedprox], settings: {dataset: cifar10}}]"
-    chosen = planned(folders._replace(data=folders.runs), text)
-    outcome, lines = work(folders._replace(data=folders.runs), chosen)
+    cells = planned(folders._replace(data=folders.runs), text)
+    outcome, lines = run_session(folders._replace(data=folders.runs), cells)
     assert outcome == (0, 2, False)
     assert len(lines) == 1
-    assert unfinished(chosen, folders) == list(chosen)
+    assert unfinished(cells, folders) == list(cells)
 
 
 def test_the_variance_of_eigenvalues_is_a_mean_over_batches():
     features = np.random.default_rng(0).normal(size=(300, 4))
-    each = [eigenvalue_variance(part)[1] for part in (features[:128], features[128:256])]
-    assert mean_variance(features) == pytest.approx(np.mean(each))
+    batch_variances = [eigenvalue_variance(batch)[1] for batch in (features[:128], features[128:256])]
+    assert mean_variance(features) == pytest.approx(np.mean(batch_variances))
 
 
 @pytest.mark.thorough
 def test_a_table_of_eigenvalues_gets_them_from_the_last_checkpoint(folders):
-    chosen = [cell for cell in planned(folders) if cell.table == "toy/table2"]
-    work(folders, chosen)
-    assert result(folders, chosen[0])["metrics"]["eigenvalue_variance"] > 0
+    cells = [cell for cell in planned(folders) if cell.table == "toy/table2"]
+    run_session(folders, cells)
+    assert result(folders, cells[0])["metrics"]["eigenvalue_variance"] > 0
 
 
 # Time
 
 
-def test_the_deadline_interrupts_and_gives_the_signals_back():
-    before = signal.getsignal(signal.SIGTERM)
+def test_the_deadline_interrupts_and_restores_the_signal_handler():
+    handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(OutOfTime), deadline(0.05):
         time.sleep(5)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_a_request_to_end_interrupts_as_the_deadline_does():
+def test_sigterm_interrupts_as_the_deadline_does():
     with pytest.raises(OutOfTime), deadline(None):
         signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM])
-def test_what_comes_while_garbage_is_collected_interrupts_after_it(number):
+def test_a_signal_during_garbage_collection_interrupts_after_it(number):
     def callback(phase, info):
         if phase == "stop":
             signal.raise_signal(number)
@@ -303,44 +303,44 @@ def test_what_comes_while_garbage_is_collected_interrupts_after_it(number):
 @pytest.mark.parametrize(
     ("typical", "allowed"), [(None, True), (30.0, True), (50.0, False), (90.0, False), (110.0, True)]
 )
-def test_a_cell_starts_if_it_fits_or_if_no_budget_could_hold_it(typical, allowed):
+def test_a_cell_starts_if_it_fits_the_time_left_or_exceeds_the_whole_budget(typical, allowed):
     now = iter([0.0, *[60.0] * 5])
     assert Budget(100.0, clock=lambda: next(now)).allows(typical) is allowed
 
 
-def test_the_typical_time_is_that_of_the_same_method_where_there_is_one(folders):
+def test_the_typical_time_is_that_of_the_same_method_if_it_has_results(folders):
     cell = planned(folders)[1]
-    known = [
+    earlier_results = [
         {"scale": "tiny", "table": "toy/table1", "method": method, "seconds": seconds}
         for method, seconds in (("fedavg", 10.0), ("fedavg", 20.0), ("fedprox", 90.0))
     ]
-    assert typical_seconds(cell, known) == 90.0
-    assert typical_seconds(cell, known[:2]) == 15.0
+    assert typical_seconds(cell, earlier_results) == 90.0
+    assert typical_seconds(cell, earlier_results[:2]) == 15.0
 
 
 # Command line
 
 
 @pytest.mark.thorough
-def test_the_command_line_lists_runs_and_prints_what_is_left(folders, capsys):
-    base = folders.presets.parent
+def test_the_command_line_runs_cells_lists_them_and_prints_those_left(folders, capsys):
+    experiments = folders.presets.parent
     flags = [f"--runs-dir={folders.runs}", f"--results-dir={folders.results}", "--scale=tiny"]
-    assert reproduce_main(base, [*flags, "--only=toy/table1/tiny-A-fedavg-s0"], folders.presets.parent) == 0
+    assert reproduce_main(experiments, [*flags, "--only=toy/table1/tiny-A-fedavg-s0"], folders.presets.parent) == 0
     assert "1 cells done, 0 left" in capsys.readouterr().out
-    assert reproduce_main(base, [*flags, "--list"], base) == 0
+    assert reproduce_main(experiments, [*flags, "--list"], experiments) == 0
     assert "finished toy/table1 tiny-A-fedavg-s0" in capsys.readouterr().out
-    assert reproduce_main(base, [*flags, "--dry-run"], base) == 0
+    assert reproduce_main(experiments, [*flags, "--dry-run"], experiments) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(planned(folders)) - 1
 
 
-def test_cells_of_table_1_are_none_of_table_11(folders, capsys):
-    base = folders.presets.parent
+def test_selecting_table_1_does_not_select_table_11(folders, capsys):
+    experiments = folders.presets.parent
     (folders.presets / "toy/table11.yaml").write_text(PRESET)
-    (base / "reproduction/tiny.yaml").write_text(PLAN + "  - {table: toy/table11, splits: [A]}\n")
+    (experiments / "reproduction/tiny.yaml").write_text(PLAN + "  - {table: toy/table11, splits: [A]}\n")
     flags = [f"--runs-dir={folders.runs}", f"--results-dir={folders.results}", "--scale=tiny", "--list"]
     listed = []
     for only in ("toy/table1", "toy/table11", "toy"):
-        assert reproduce_main(base, [*flags, f"--only={only}"], base) == 0
+        assert reproduce_main(experiments, [*flags, f"--only={only}"], experiments) == 0
         listed.append({line.split()[1] for line in capsys.readouterr().out.splitlines()[:-1]})
     assert listed == [{"toy/table1"}, {"toy/table11"}, {"toy/table1", "toy/table11", "toy/table2"}]
 
@@ -348,34 +348,34 @@ def test_cells_of_table_1_are_none_of_table_11(folders, capsys):
 @pytest.mark.parametrize(
     "flags", [["--only=fccl"], ["--scale=none"], ["--budget=1"], ["--budget-minutes=soon"], ["--budget-minutes=nan"]]
 )
-def test_mistakes_are_one_sentence_and_exit_code_2(folders, capsys, flags):
-    base = folders.presets.parent
-    assert reproduce_main(base, ["--scale=tiny", *flags], base) == 2
+def test_mistakes_give_one_sentence_and_exit_code_2(folders, capsys, flags):
+    experiments = folders.presets.parent
+    assert reproduce_main(experiments, ["--scale=tiny", *flags], experiments) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.thorough
-def test_the_data_folder_is_no_part_of_a_result(folders):
+def test_a_result_does_not_contain_the_data_folder(folders):
     data = folders.runs.parent / "data"
     data.mkdir()
-    chosen = one(folders, "tiny-A-fedavg-s0")
-    work(folders._replace(data=data), chosen)
-    assert str(folders.runs.parent) not in results.result_path(folders.results, chosen[0]).read_text()
+    cells = cells_named(folders, "tiny-A-fedavg-s0")
+    run_session(folders._replace(data=data), cells)
+    assert str(folders.runs.parent) not in results.result_path(folders.results, cells[0]).read_text()
 
 
 @pytest.mark.thorough
-def test_compiled_programs_of_a_cell_are_let_go(folders, monkeypatch):
+def test_compiled_programs_of_a_cell_are_cleared(folders, monkeypatch):
     cleared = []
     monkeypatch.setattr(cells_module.jax, "clear_caches", lambda: cleared.append(True))
     monkeypatch.setattr(runs, "run", lambda *_, **__: (_ for _ in ()).throw(UserError("no.")))
-    work(folders, one(folders, "tiny-A-fedavg-s0"))
+    run_session(folders, cells_named(folders, "tiny-A-fedavg-s0"))
     assert cleared
 
 
-def test_results_older_than_an_option_are_shared_as_if_they_had_its_default(folders):
-    cell = one(folders, "tiny-A-fedavg-s0")[0]
+def test_results_older_than_an_option_are_shared_as_if_run_with_its_default(folders):
+    cell = cells_named(folders, "tiny-A-fedavg-s0")[0]
     options = values(*configured(cell, folders.presets))
-    known = results.failed(cell, options, "no.")
-    del known["decisive"]["train_samples"], known["decisive"]["doubled"]
-    assert results.repeated(cell, options, [known]) is None
-    assert results.repeated(cell, options | {"train_samples": None}, [known]) is not None
+    earlier_result = results.failed(cell, options, "no.")
+    del earlier_result["decisive"]["train_samples"], earlier_result["decisive"]["doubled"]
+    assert results.repeated(cell, options, [earlier_result]) is None
+    assert results.repeated(cell, options | {"train_samples": None}, [earlier_result]) is not None

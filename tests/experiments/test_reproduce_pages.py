@@ -1,4 +1,4 @@
-"""The generated pages: what is computed from results, and that the committed pages are what the results give."""
+"""The generated pages: what is computed from results, and whether the committed pages match the results."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml
 
 
 CELL = ("scale", "table", "split", "method", "variant", "tag", "seed")
-# Results of an older preset, half an hour each; pages say with what they were run. By scale, table and method.
+# Results of an older preset, which took half an hour each; the pages state their settings. By scale, table, method.
 SUPERSEDED = {
     ("full", "fedrl/table1", "fedavg"): {"grad_clip": "method"},
     ("full", "fedrl/table1", "fedrl"): {"grad_clip": "method", "distance": "per_sample"},
@@ -52,14 +52,14 @@ def committed():
 # Tables
 
 
-def test_rows_stand_in_the_papers_order_and_hold_all_seeds():
+def test_rows_are_in_the_papers_order_and_hold_all_seeds():
     results = [made_up("moon", 50.0), made_up("fedmr", 40.0, 1), made_up("fedmr", 42.0), made_up("fedavg", 45.0)]
     (column,) = columns(results, PAPER)
     assert [row.name for row in column.rows] == ["fedavg", "fedmr", "moon"]
     assert column.rows[1].values("ga_pct") == {0: 42.0, 1: 40.0}
 
 
-def test_runs_with_other_settings_are_rows_of_their_own():
+def test_runs_with_different_settings_are_separate_rows():
     results = [made_up("fedmr", 40.0, lr="1"), made_up("fedmr", 42.0, 1, lr="2"), made_up("fedavg", 1.0, lr="1")]
     (column,) = columns(results, PAPER)
     assert [row.label for row in column.rows] == ["fedavg (lr=1)", "fedmr (lr=1)", "fedmr (lr=2)"]
@@ -71,72 +71,73 @@ def test_failed_runs_are_in_no_row():
     assert len(column.failed) == 1
 
 
-def test_a_row_is_repeated_by_one_command_for_all_seeds():
+def test_one_command_repeats_all_seeds_of_a_row():
     (column,) = columns([made_up("fedmr", 40.0, seed) for seed in (0, 2)], PAPER)
     command = column.rows[0].command
     assert command == "for seed in 0 2; do python experiments/run.py --method=fedmr-A --seed=$seed; done"
 
 
-def test_seeds_that_were_run_otherwise_have_commands_of_their_own():
+def test_a_seed_that_was_run_with_other_options_has_its_own_command():
     results = [made_up("fedmr", 40.0, seed) for seed in (0, 1, 2)]
     results[0]["command"] += " --distance=per_sample"
     (column,) = columns(results, PAPER)
-    alone, both = column.rows[0].command.split("; for ")
-    assert alone.endswith("--seed=0 --distance=per_sample")
-    assert both == "seed in 1 2; do python experiments/run.py --method=fedmr-A --seed=$seed; done"
+    command_of_one_seed, command_of_two_seeds = column.rows[0].command.split("; for ")
+    assert command_of_one_seed.endswith("--seed=0 --distance=per_sample")
+    assert command_of_two_seeds == "seed in 1 2; do python experiments/run.py --method=fedmr-A --seed=$seed; done"
 
 
 def test_the_seeds_of_every_committed_row_were_run_with_the_same_options():
     for column in columns(committed(), {}):
         for row in column.rows:
             usual = {name: str(option.default) for name, option in (RUN | options_of(methods.get(row.method))).items()}
-            known = [usual | one["decisive"] | {"seed": ""} for one in row.results]
-            assert all(one == known[0] for one in known), (column.table, column.split, column.tag, row.label)
+            options = [usual | result["decisive"] | {"seed": ""} for result in row.results]
+            assert all(other == options[0] for other in options), (column.table, column.split, column.tag, row.label)
 
 
-def on(processor, *results):
-    """The results, as another processor made them."""
-    return [one | {"machine": {"device": "cpu", "processor": processor}} for one in results]
+def on_processor(processor, *results):
+    """The results, as if they had been computed on this processor."""
+    return [result | {"machine": {"device": "cpu", "processor": processor}} for result in results]
 
 
 def test_rows_are_ranked_by_the_seeds_that_all_of_them_have():
-    easier = [made_up("moon", 90.0, 1), made_up("fedmr", 95.0, 1)]
-    results = [made_up("fedavg", 50.0), made_up("moon", 40.0), made_up("fedmr", 30.0), *easier]
+    on_easier_seed = [made_up("moon", 90.0, 1), made_up("fedmr", 95.0, 1)]
+    results = [made_up("fedavg", 50.0), made_up("moon", 40.0), made_up("fedmr", 30.0), *on_easier_seed]
     (column,) = columns(results, PAPER)
     assert column.order("ga_pct", {"fedavg": 60.0, "moon": 65.0, "fedmr": 70.0}) == (-1.0, 3, (0,))
     text = results_page(results, [column], PAPER, [], [])
     assert "over 3 methods, numbers of the one seed that all have: −1.00." in text
 
 
-def test_pairs_of_two_processors_count_and_are_marked():
+def test_pairs_of_runs_on_different_processors_count_and_are_marked():
     lower = [made_up("fedavg", 40.0, seed) for seed in range(3)]
     higher = [made_up("fedmr", 42.0, seed, split=split) for split in "AB" for seed in range(3)]
-    lower += [one | {"split": "B"} for one in lower]
-    results = [*on("Abacus", *higher, *lower[:2], lower[3]), *on("Rule", *lower[2:3], *lower[4:])]
-    every = with_means(columns(results, PAPER), PAPER)
-    assert [str(column.over_baseline(column.row("fedmr"), "ga_pct")) for column in every] == [
+    lower += [result | {"split": "B"} for result in lower]
+    results = [*on_processor("Abacus", *higher, *lower[:2], lower[3]), *on_processor("Rule", *lower[2:3], *lower[4:])]
+    all_columns = with_means(columns(results, PAPER), PAPER)
+    assert [str(column.over_baseline(column.row("fedmr"), "ga_pct")) for column in all_columns] == [
         "+2.00 ± 0.00 †1", "+2.00 ± 0.00 †2", "+2.00 ± 0.00 †2",
     ]  # fmt: skip
-    judged = findings([CLAIM], every, PAPER)
+    judged = findings([CLAIM], all_columns, PAPER)
     assert [row["mixed_pairs"] for row in as_json(judged, set())] == [1, 2]
-    assert "Of the 6 pairs of this list 3 are mixed." in results_page(results, every, PAPER, judged, [])
+    assert "Of the 6 pairs of this list 3 are mixed." in results_page(results, all_columns, PAPER, judged, [])
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_committed_results_were_run_as_their_plan_is_today(name):
+def test_committed_results_have_the_settings_of_todays_plan_unless_superseded(name):
     plan = {(cell.table, cell.name): cell for cell in read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells}
-    own = [one for one in committed() if one["scale"] == name]
-    for result in (one for one in own if one["seed"] == 0):  # the other seeds have its options: the test above
+    plan_results = [result for result in committed() if result["scale"] == name]
+    # The other seeds have the same options, as a test above checks.
+    for result in (any_seed for any_seed in plan_results if any_seed["seed"] == 0):
         cell = plan[result["table"], Cell(**{field: result[field] for field in CELL}, settings={}).name]
         today = {**result, "command": command(cell, values(*configured(cell, PRESETS)))}
-        older = SUPERSEDED.get((name, result["table"], result["method"]), {})
-        assert superseded(today, PRESETS) == older, cell.name
+        older_settings = SUPERSEDED.get((name, result["table"], result["method"]), {})
+        assert superseded(today, PRESETS) == older_settings, cell.name
 
 
-def test_what_a_preset_no_longer_has_stands_in_the_row_the_header_and_the_comparison():
-    then = {name: {"over_preset": own, "superseded": own} for name, own in
+def test_superseded_settings_are_shown_in_row_header_and_comparison():
+    older_settings = {name: {"over_preset": settings, "superseded": settings} for name, settings in
             (("fedmr", {"lr": "1", "mu": "2"}), ("fedavg", {"lr": "1"}))}  # fmt: skip
-    results = [made_up(name, ga) | then[name] for name, ga in (("fedmr", 50.0), ("fedavg", 40.0))]
+    results = [made_up(name, ga) | older_settings[name] for name, ga in (("fedmr", 50.0), ("fedavg", 40.0))]
     judged = findings([CLAIM], columns(results, PAPER), PAPER)
     text = results_page(results, columns(results, PAPER), PAPER, judged, [])
     assert "Over the preset in all runs: lr=1." in text
@@ -145,13 +146,13 @@ def test_what_a_preset_no_longer_has_stands_in_the_row_the_header_and_the_compar
     assert as_json(judged, set())[0]["superseded"] == "lr=1, mu=2"
 
 
-def test_a_result_of_an_older_preset_says_so_and_its_command_repeats_it():
-    (older,) = (one for one in committed() if one["scale"] == "full" and one["method"] == "fedrl")
-    told = as_run(older, PRESETS)
-    assert told["superseded"] == SUPERSEDED["full", "fedrl/table1", "fedrl"]
-    assert told["over_preset"] == {"fine_tune_epochs": "0"} | told["superseded"]
-    assert told["command"].startswith(older["command"])
-    assert superseded(told, PRESETS) == {}
+def test_a_result_of_an_older_preset_states_it_and_its_command_repeats_it():
+    (older,) = (result for result in committed() if result["scale"] == "full" and result["method"] == "fedrl")
+    run = as_run(older, PRESETS)
+    assert run["superseded"] == SUPERSEDED["full", "fedrl/table1", "fedrl"]
+    assert run["over_preset"] == {"fine_tune_epochs": "0"} | run["superseded"]
+    assert run["command"].startswith(older["command"])
+    assert superseded(run, PRESETS) == {}
 
 
 def test_printed_means_are_taken_over_seeds_that_all_splits_have():
@@ -165,7 +166,7 @@ def test_a_mean_without_one_of_its_splits_is_left_out():
     assert len(with_means(columns([made_up("fedmr", 40.0)], PAPER), PAPER)) == 1
 
 
-def test_a_mean_over_splits_has_the_numbers_that_all_of_them_have():
+def test_a_mean_over_splits_has_only_the_metrics_that_all_of_them_have():
     results = [made_up("fedmr", 40.0), made_up("fedmr", 50.0, split="B")]
     results[0]["metrics"]["pa_pct"] = 80.0
     (row,) = with_means(columns(results, PAPER), PAPER)[-1].rows
@@ -182,8 +183,8 @@ def test_a_claim_is_judged_by_the_sign_that_the_paper_prints():
     assert second.verdict == "not tried"
 
 
-def personal(method, pa, last=None):
-    """A made-up result with PA, and PA after the last epoch where the rule of its preset chooses on tests."""
+def with_pa(method, pa, last=None):
+    """A made-up result with PA, and PA after the last epoch if the rule of its preset chooses an epoch on tests."""
     return made_up(method, 50.0) | {"metrics": {"pa_pct": pa} | ({} if last is None else {"pa_last_pct": last})}
 
 
@@ -193,14 +194,15 @@ def personal(method, pa, last=None):
 def test_a_claim_about_pa_holds_only_where_pa_after_the_last_epoch_agrees(last, verdict):
     printed = [Expected("A", name, "", "pa_pct", value, None, "", ()) for name, value in
                (("fedmr", 90.0), ("fedavg", 85.0))]  # fmt: skip
-    results = [personal("fedmr", 92.0, last[0]), personal("fedavg", 90.0, last[1])]
+    results = [with_pa("fedmr", 92.0, last[0]), with_pa("fedavg", 90.0, last[1])]
     expected = {"toy/table1": printed}
     finding, _ = findings([CLAIM._replace(metric="pa_pct")], columns(results, expected), expected)
     assert finding.verdict == verdict
 
 
-def test_a_claim_about_pa_has_no_verdict_of_the_last_ten_rounds_which_are_of_other_models():
-    results = [{**personal(name, pa), "pa_mean_last10": pa / 100} for name, pa in (("fedmr", 92.0), ("fedavg", 90.0))]
+def test_a_claim_about_pa_has_no_verdict_from_the_last_ten_rounds():
+    """The mean of the last ten rounds is of other models."""
+    results = [{**with_pa(name, pa), "pa_mean_last10": pa / 100} for name, pa in (("fedmr", 92.0), ("fedavg", 90.0))]
     finding, _ = findings([CLAIM._replace(metric="pa_pct")], columns(results, {}), {})
     assert (finding.best.mean, finding.last_ten) == (2.0, None)
 
@@ -209,8 +211,8 @@ def test_a_mean_over_domains_that_is_not_printed_is_the_mean_of_the_printed_ones
     numbers = [Expected("A", "fccl", "", f"inter_top5_pct:{name}", value, None, "", ()) for name, value in
                (("art", 60.0), ("clipart", 64.0))]  # fmt: skip
     assert printed(numbers, "A", "inter_top5_pct:mean") == {"fccl": 62.0}
-    own = Expected("A", "fccl", "", "inter_top5_pct:mean", 63.0, None, "", ())
-    assert printed([*numbers, own], "A", "inter_top5_pct:mean") == {"fccl": 63.0}
+    printed_mean = Expected("A", "fccl", "", "inter_top5_pct:mean", 63.0, None, "", ())
+    assert printed([*numbers, printed_mean], "A", "inter_top5_pct:mean") == {"fccl": 63.0}
 
 
 def test_a_claim_that_its_paper_contradicts_is_refused():
@@ -219,12 +221,14 @@ def test_a_claim_that_its_paper_contradicts_is_refused():
         findings([opposite], [], PAPER)
 
 
-def test_a_claim_has_its_p_value_alone_in_its_table_and_over_the_page():
-    every = [made_up(name, 50.0 + seed * seed * (name == "fedmr"), seed, split=split) for seed in (0, 1, 2)
+def test_a_claim_has_p_values_alone_and_corrected_over_its_table_and_the_page():
+    results = [made_up(name, 50.0 + seed * seed * (name == "fedmr"), seed, split=split) for seed in (0, 1, 2)
              for name in ("fedmr", "fedavg") for split in "AB"]  # fmt: skip
-    other = CLAIM._replace(table="toy/table2")
-    elsewhere = [{**one, "table": "toy/table2"} for one in every]
-    judged = findings([CLAIM, other], columns([*every, *elsewhere], PAPER), PAPER | {"toy/table2": PAPER["toy/table1"]})
+    other_claim = CLAIM._replace(table="toy/table2")
+    other_results = [{**result, "table": "toy/table2"} for result in results]
+    judged = findings(
+        [CLAIM, other_claim], columns([*results, *other_results], PAPER), PAPER | {"toy/table2": PAPER["toy/table1"]}
+    )
     first = judged[0]
     assert first.in_table == pytest.approx(2 * first.alone.p)
     assert first.best.p == pytest.approx(min(1.0, 4 * first.alone.p))
@@ -232,19 +236,19 @@ def test_a_claim_has_its_p_value_alone_in_its_table_and_over_the_page():
 
 def test_a_claim_is_listed_at_every_scale_that_has_it():
     results = [made_up(name, ga) for name, ga in (("fedmr", 50.0), ("fedavg", 40.0))]
-    both = [*results, *({**one, "scale": "mid"} for one in results)]
-    judged = findings([CLAIM._replace(splits=("A",))], columns(both, PAPER), PAPER)
+    two_scales = [*results, *({**result, "scale": "mid"} for result in results)]
+    judged = findings([CLAIM._replace(splits=("A",))], columns(two_scales, PAPER), PAPER)
     assert [row["scale"] for row in as_json(judged, set())] == ["cpu", "mid"]
-    more = [*both, *(made_up(name, ga, 1) for name, ga in (("fedmr", 50.0), ("fedavg", 40.0)))]
-    judged = findings([CLAIM._replace(splits=("A",))], columns(more, PAPER), PAPER)
+    two_seeds = [*two_scales, *(made_up(name, ga, 1) for name, ga in (("fedmr", 50.0), ("fedavg", 40.0)))]
+    judged = findings([CLAIM._replace(splits=("A",))], columns(two_seeds, PAPER), PAPER)
     assert [(row["seeds"], row["pairs"]) for row in as_json(judged, set())] == [(2, 2), (2, 1)]
 
 
 @pytest.mark.thorough
 def test_every_claim_that_a_cpu_can_try_was_tried_with_three_seeds():
-    all_known = known(REPOSITORY / "results", EXPERIMENTS)
+    reproduction = known(REPOSITORY / "results", EXPERIMENTS)
     cells = [cell for name in CPU_PLANS for cell in read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells]
-    rows = as_json(all_known.findings, {(cell.table, cell.split or "") for cell in cells})
+    rows = as_json(reproduction.findings, {(cell.table, cell.split or "") for cell in cells})
     assert [row["claim"] for row in rows if row["seeds"] < 3 and not row["needs_gpu"]] == []
     assert all(row["pairs"] <= row["seeds"] for row in rows)
     assert any(row["pairs"] < row["seeds"] for row in rows)
@@ -280,41 +284,41 @@ def test_the_papers_claims_are_printed_as_json(capsys):
     assert all(keys <= set(row) for row in json.loads(capsys.readouterr().out))
 
 
-def test_a_reading_that_departs_from_the_table_bears_on_no_claim_unless_named():
+def test_a_reading_with_a_tag_counts_only_for_claims_that_name_the_tag():
     results = [made_up("fedmr", 50.0, tag="other"), made_up("fedavg", 40.0, tag="other")]
-    every = columns(results, PAPER)
-    assert findings([CLAIM], every, PAPER)[0].verdict == "not tried"
-    assert findings([CLAIM._replace(tags=("other",))], every, PAPER)[0].verdict == "one seed, same sign"
+    all_columns = columns(results, PAPER)
+    assert findings([CLAIM], all_columns, PAPER)[0].verdict == "not tried"
+    assert findings([CLAIM._replace(tags=("other",))], all_columns, PAPER)[0].verdict == "one seed, same sign"
 
 
-def test_methods_are_counted_against_fedavg():
+def test_verdicts_of_methods_against_fedavg_are_counted():
     results = [made_up("fedavg", 50.0), made_up("fedmr", 40.0), made_up("moon", 60.0)]
     (count,) = counts(columns(results, PAPER), PAPER)
     assert count.verdicts == Counter({"one seed, opposite sign": 1, "one seed, same sign": 1})
 
 
-def test_the_effect_of_a_reading_is_against_the_default(tmp_path):
+def test_the_effect_of_a_reading_is_its_difference_from_the_default(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "ambiguities: [{paper: P, question: Q, evidence: S, default: D, other: [], "
         "measured: {table: toy/table1, split: A, rows: [fedmr], tags: [other]}}]"
     )
-    (one,) = read_ambiguities(tmp_path / "a.yaml")
+    (ambiguity,) = read_ambiguities(tmp_path / "a.yaml")
     results = [made_up("fedmr", 50.0), made_up("fedmr", 43.0, tag="other")]
-    (effect,) = effects(one.measured, columns(results, PAPER))
+    (effect,) = effects(ambiguity.measured, columns(results, PAPER))
     assert (effect.tag, effect.best.mean) == ("other", -7.0)
-    assert effects(one.measured, columns([results[0] | {"version": "0.2"}, results[1]], PAPER)) == []
+    assert effects(ambiguity.measured, columns([results[0] | {"version": "0.2"}, results[1]], PAPER)) == []
 
 
 def test_a_reading_and_the_default_are_compared_with_the_paper_on_the_same_seeds():
     default = [made_up("fedmr", ga, seed) for seed, ga in enumerate((52.0, 52.0, 30.0))]
-    plain = [made_up("fedavg", 40.0, seed) for seed in range(3)]
+    fedavg = [made_up("fedavg", 40.0, seed) for seed in range(3)]
     reading = [made_up("fedmr", 45.0, seed, tag="other") for seed in (0, 1)]
-    one = Ambiguity("P", "Q", "S", "D", (), Measured("toy/table1", "A", ("fedmr",), ("other",)))
-    text = ambiguities_page([one], columns([*default, *plain, *reading], PAPER), PAPER, [])
+    ambiguity = Ambiguity("P", "Q", "S", "D", (), Measured("toy/table1", "A", ("fedmr",), ("other",)))
+    text = ambiguities_page([ambiguity], columns([*default, *fedavg, *reading], PAPER), PAPER, [])
     assert "| A | fedmr | cpu | other | 2 | +5.00 ± 0.00 | +12.00 ± 0.00 | +10.00 | 5.00 | **2.00** |" in text
 
 
-def test_seconds_are_no_difference_that_a_paper_claims():
+def test_differences_in_seconds_are_not_counted_as_claims():
     numbers = [Expected("A", name, "", "compute_seconds", value, None, "", ()) for name, value in
                (("fedmr", 20.0), ("fedavg", 18.0))]  # fmt: skip
     results = [made_up(name, 50.0) | {"metrics": {"compute_seconds": 1.0}} for name in ("fedmr", "fedavg")]
@@ -322,7 +326,7 @@ def test_seconds_are_no_difference_that_a_paper_claims():
 
 
 @pytest.mark.parametrize(("reader", "key"), [(read_claims, "claims"), (read_ambiguities, "ambiguities")])
-def test_a_file_of_prose_with_a_wrong_key_is_refused(tmp_path, reader, key):
+def test_a_file_of_claims_or_ambiguities_with_a_wrong_key_is_refused(tmp_path, reader, key):
     (tmp_path / "a.yaml").write_text(f"{key}: [{{text: T, colour: red}}]")
     with pytest.raises(UserError, match=r"1 of .*a\.yaml"):
         reader(tmp_path / "a.yaml")
@@ -334,19 +338,19 @@ def test_a_file_of_prose_with_a_wrong_key_is_refused(tmp_path, reader, key):
 @pytest.mark.thorough
 def test_the_committed_pages_are_what_the_committed_results_give():
     for name, text in pages(REPOSITORY / "results", EXPERIMENTS).items():
-        committed = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
-        assert committed == text, f"run python experiments/reproduce.py --page: docs/{name} is not what results/ gives"
+        page = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+        assert page == text, f"run python experiments/reproduce.py --page: docs/{name} is not what results/ gives"
 
 
-def test_pa_after_the_last_epoch_has_a_column_of_its_own_where_pa_is_chosen_on_tests():
+def test_pa_after_the_last_epoch_has_a_column_where_pa_is_chosen_on_tests():
     printed = {"toy/table1": [Expected("A", "fedavg", "", "pa_pct", 85.0, None, "", ())]}
-    for result, chosen in ((personal("fedavg", 91.0, 83.5), True), (personal("fedavg", 91.0), False)):
-        every = columns([result], printed)
-        lines = results_page([result], every, printed, [], []).splitlines()
+    for result, has_column in ((with_pa("fedavg", 91.0, 83.5), True), (with_pa("fedavg", 91.0), False)):
+        all_columns = columns([result], printed)
+        lines = results_page([result], all_columns, printed, [], []).splitlines()
         head = lines.index("### A · PA, %") + 2
         cells = dict(zip(lines[head].split(" | "), lines[head + 2].split(" | "), strict=True))
         assert (cells["seeds"], cells["paper"], cells["difference"]) == ("1", "85.00", "+6.00")
-        assert cells.get("PA last") == ("83.50" if chosen else None)
+        assert cells.get("PA last") == ("83.50" if has_column else None)
 
 
 def test_runs_that_were_trained_together_are_counted():
@@ -355,7 +359,7 @@ def test_runs_that_were_trained_together_are_counted():
     assert "1 of the runs trained together with others." in text
 
 
-def test_versions_and_processors_are_told():
+def test_versions_and_processors_are_stated():
     machine = {"device": "cpu", "processor": "Abacus 1"}
     results = [made_up("fedavg", 50.0), made_up("fedmr", 50.0) | {"version": "0.9", "machine": machine}]
     text = results_page(results, columns(results, PAPER), PAPER, [], [])
@@ -363,18 +367,18 @@ def test_versions_and_processors_are_told():
 
 
 @pytest.mark.thorough
-def test_pages_are_written_of_participants_without_a_global_model(tmp_path):
+def test_pages_are_written_for_participants_without_a_global_model(tmp_path):
     command = "python experiments/run.py --preset=fccl/table1 --split=digits --method=fccl --seed=0"
-    own = {"ga_best_round": None, "table": "fccl/table1", "split": "digits", "command": command, "decisive": {}}
+    fields = {"ga_best_round": None, "table": "fccl/table1", "split": "digits", "command": command, "decisive": {}}
     (tmp_path / "results").mkdir()
-    (tmp_path / "results/one.json").write_text(json.dumps({**made_up("fccl", 50.0), **own}))
+    (tmp_path / "results/one.json").write_text(json.dumps({**made_up("fccl", 50.0), **fields}))
     text = write_pages(tmp_path / "results", EXPERIMENTS, tmp_path / "docs")[1].read_text(encoding="utf-8")
     assert text.partition("the last ten rounds")[0].count("Scale") == 0
     assert "- Not measured yet.\n" in text
 
 
 @pytest.mark.thorough
-def test_pages_are_written_where_they_are_wanted(tmp_path):
+def test_pages_are_written_to_the_given_folder(tmp_path):
     written = write_pages(tmp_path / "none", EXPERIMENTS, tmp_path / "docs")
     assert [path.name for path in written] == ["reproduction.md", "ambiguities.md", "coverage.md"]
     assert "Nothing has been run yet." in written[0].read_text(encoding="utf-8")
@@ -396,39 +400,41 @@ def test_every_claim_is_about_rows_and_splits_of_its_preset():
             preset_values(preset, method, split, variant or None)
 
 
-def test_every_other_reading_is_a_command_line():
-    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
-        for options in one.other:
+def test_options_of_every_other_reading_parse():
+    for entry in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
+        for options in entry.other:
             parse(options.split())
 
 
-def test_every_measured_reading_is_in_the_plan_of_the_cpu():
+def test_every_measured_reading_is_in_the_cpu_plan():
     planned = {
         (cell.table, cell.split, cell.tag, cell.method)
         for cell in read_plan("cpu", EXPERIMENTS / "reproduction", PRESETS).cells
     }
-    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
-        for tag in one.measured.tags if one.measured else ():
-            for row in one.measured.rows:
-                assert (one.measured.table, one.measured.split, tag, row) in planned, f"{one.question}: {tag} {row}"
+    for entry in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
+        for tag in entry.measured.tags if entry.measured else ():
+            for row in entry.measured.rows:
+                assert (entry.measured.table, entry.measured.split, tag, row) in planned, (
+                    f"{entry.question}: {tag} {row}"
+                )
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_reading_departs_from_its_base_only_in_options_that_it_names(name):
     cells = {(cell.table, cell.split, cell.tag, cell.method): cell
              for cell in read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells if cell.seed == 0}  # fmt: skip
-    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
-        named = {option.partition("=")[0].replace("-", "_") for text in one.other for option in text.split(" --")}
-        for tag, row in itertools.product(one.measured.tags, one.measured.rows) if one.measured else ():
-            base, other = (cells.get((one.measured.table, one.measured.split, tag, row))
-                           for tag in (one.measured.base, tag))  # fmt: skip
+    for entry in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
+        named = {option.partition("=")[0].replace("-", "_") for text in entry.other for option in text.split(" --")}
+        for tag, row in itertools.product(entry.measured.tags, entry.measured.rows) if entry.measured else ():
+            base, other = (cells.get((entry.measured.table, entry.measured.split, tag, row))
+                           for tag in (entry.measured.base, tag))  # fmt: skip
             if base and other:
-                usual, changed = (decisive(values(*configured(cell, PRESETS))) for cell in (base, other))
-                departs = {option for option in changed if changed[option] != usual[option]}
-                assert departs <= named, f"{one.question}: {tag} {row}"
+                base_options, other_options = (decisive(values(*configured(cell, PRESETS))) for cell in (base, other))
+                departures = {option for option in other_options if other_options[option] != base_options[option]}
+                assert departures <= named, f"{entry.question}: {tag} {row}"
 
 
-def test_tags_of_readings_are_no_tags_of_whole_tables():
+def test_the_tag_of_a_whole_table_is_not_a_tag_of_a_reading():
     readings = tags_of(read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"))
     assert "fmnist" not in readings
 

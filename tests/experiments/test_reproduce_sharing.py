@@ -1,4 +1,4 @@
-"""Several processes on one plan: they divide its cells and run none twice; and its state in one line."""
+"""Several processes that work on one plan divide its cells and run none twice; a plan's status is one line."""
 
 import json
 import re
@@ -49,8 +49,8 @@ def plan(tmp_path):
 
 
 @pytest.fixture
-def held():
-    """A claim that a process of its own has."""
+def hold_claim():
+    """A function that starts a process which holds a claim until the end of the test."""
     started = []
 
     def hold(path):
@@ -73,8 +73,8 @@ def reproduce(tmp_path, *flags):
     return subprocess.Popen([*command, *folders], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def told(text):
-    """The cells that a process says it has run, and those whose result it has taken over."""
+def ran_and_shared(text):
+    """From a process's output: the cells that it ran, and those whose result it took from another cell's run."""
     lines = re.findall(r"^\[.*?\] (\S+ \S+): (.*)$", text, re.MULTILINE)
     ran = [name for name, words in lines if "the run of" not in words and "no time" not in words]
     return ran, [name for name, words in lines if "the run of" in words]
@@ -83,7 +83,7 @@ def told(text):
 @pytest.mark.slow
 def test_two_commands_on_one_folder_run_no_cell_twice(tmp_path, plan):
     texts = [process.communicate(timeout=300)[0] for process in [reproduce(tmp_path) for _ in range(2)]]
-    ran, shared = ([name for text in texts for name in told(text)[part]] for part in (0, 1))
+    ran, shared = ([name for text in texts for name in ran_and_shared(text)[part]] for part in (0, 1))
     cells = [f"{cell.table} {cell.name}" for cell in plan.cells]
     assert sorted(ran + shared) == sorted(cells), texts
     assert len(shared) == 1
@@ -96,72 +96,77 @@ def test_workers_divide_the_cells_and_the_command_says_what_is_left(tmp_path, pl
     assert f"{len(plan.cells)} cells done, 0 left." in text
     logs = [path.read_text() for path in (tmp_path / "runs/claims").glob("worker-*.log")]
     assert len(logs) == 2
-    assert sorted(name for log in logs for part in told(log) for name in part) == sorted(
+    assert sorted(name for log in logs for names in ran_and_shared(log) for name in names) == sorted(
         f"{cell.table} {cell.name}" for cell in plan.cells
     )
 
 
 @pytest.mark.thorough
-def test_a_cell_that_another_process_runs_is_left_to_it(folders, plan, held, monkeypatch):
+def test_a_cell_that_another_process_runs_is_left_to_it(folders, plan, hold_claim, monkeypatch):
     cell = plan.cells[0]
-    held(claims(folders) / claim_name(cell, folders))
+    hold_claim(claims(folders) / claim_name(cell, folders))
     monkeypatch.setattr(session, "run_cells", lambda *_: pytest.fail("run twice"))
     assert work_off([cell], folders, Budget(3.0), lambda text: None) == (0, 0, True)
 
 
-def test_a_cell_of_a_process_that_died_is_taken_over(folders, plan, held):
-    process = held(claims(folders) / claim_name(plan.cells[0], folders))
+def test_the_claim_of_a_process_that_died_is_taken_over(folders, plan, hold_claim):
+    process = hold_claim(claims(folders) / claim_name(plan.cells[0], folders))
     process.kill()
     process.wait()
-    with claimed(plan.cells[0], folders) as mine:
-        assert mine
+    with claimed(plan.cells[0], folders) as is_claimed:
+        assert is_claimed
 
 
 @pytest.mark.thorough
-def test_a_folder_that_another_process_writes_to_fails_no_cell(folders, plan, held):
+def test_a_cell_whose_folder_another_process_writes_to_does_not_fail(folders, plan, hold_claim):
     cell = plan.cells[0]
     work_off([cell], folders, Budget(None), lambda text: None)
-    result = next(folders.results.rglob("*.json"))
-    result.unlink()  # as if it were in the making
-    held(folders.runs / cell.table / cell.name / "lock")
+    result_file = next(folders.results.rglob("*.json"))
+    result_file.unlink()  # as if the cell were still running
+    hold_claim(folders.runs / cell.table / cell.name / "lock")
     assert work_off([cell], folders, Budget(3.0), lambda text: None) == (0, 0, True)
-    assert not result.exists()
+    assert not result_file.exists()
 
 
-def test_cells_with_the_same_options_have_one_claim(folders, plan):
+def test_cells_with_the_same_options_share_one_claim(folders, plan):
     average, prox, shared = (claim_name(cell, folders) for cell in plan.cells)
     assert average == shared != prox
 
 
-def test_claims_that_cannot_be_written_are_one_sentence(folders, plan):
+def test_a_claim_that_cannot_be_written_is_a_user_error(folders, plan):
     folders.runs.write_text("a file")
     with pytest.raises(UserError), claimed(plan.cells[0], folders):
         pass
 
 
-# The state in one line
+# The status in one line
 
 
-def finished(cell, seconds, **more):
-    return {**cell._asdict(), "status": "finished", "seconds": seconds, **more}
+def finished_result(cell, seconds, **fields):
+    return {**cell._asdict(), "status": "finished", "seconds": seconds, **fields}
 
 
-def test_the_time_left_is_by_the_mean_of_the_finished_cells_of_a_table(plan):
-    first, second, other = plan.cells
-    known = [finished(first, 10.0), finished(second, 30.0), finished(second, 900.0, same_run_as="a table")]
-    assert expected_seconds([second], known) == 20.0
-    assert expected_seconds([second, other], [finished(first, 10.0)]) == 20.0  # its table has none: the scale's mean
+def test_the_time_left_follows_from_the_mean_of_the_tables_finished_cells(plan):
+    first, second, in_other_table = plan.cells
+    results = [
+        finished_result(first, 10.0),
+        finished_result(second, 30.0),
+        finished_result(second, 900.0, same_run_as="a table"),
+    ]
+    assert expected_seconds([second], results) == 20.0
+    # Where a table has no result, the mean of the scale is taken.
+    assert expected_seconds([second, in_other_table], [finished_result(first, 10.0)]) == 20.0
     assert expected_seconds([second], []) is None
 
 
-def test_the_state_of_a_plan_is_one_line(folders, plan, held):
+def test_the_status_of_a_plan_is_one_line(folders, plan, hold_claim):
     line = status_line([plan], folders)
     assert line == "tiny: 0 of 3 cells done, 3 left, time not known; none runs"
     path = folders.results / plan.cells[0].table / f"{plan.cells[0].name}.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(finished(plan.cells[0], 1200.0)))
+    path.write_text(json.dumps(finished_result(plan.cells[0], 1200.0)))
     (folders.runs / "fedmr/table1" / plan.cells[1].name).mkdir(parents=True)
-    process = held(folders.runs / "fedmr/table1" / plan.cells[1].name / "lock")
+    process = hold_claim(folders.runs / "fedmr/table1" / plan.cells[1].name / "lock")
     line = status_line([plan], folders)
     assert line.startswith("tiny: 1 of 3 cells done, 2 left, about 0.7 hours of a process; running: fedmr/table1 tiny-")
     assert f"process {process.pid}" in line
@@ -175,7 +180,7 @@ def test_a_failed_cell_is_counted_as_done_and_named(folders, plan):
     assert line == "tiny: 1 of 1 cells done (1 failed); none runs"
 
 
-def test_the_command_tells_the_state_of_all_plans_for_a_cpu_in_one_line(tmp_path, capsys):
+def test_the_command_prints_the_status_of_all_cpu_plans_in_one_line(tmp_path, capsys):
     flags = ["--status", f"--runs-dir={tmp_path}", f"--results-dir={tmp_path}"]
     assert reproduce_main(EXPERIMENTS, flags) == 0
     (line,) = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""Cells that share a program, trained together: a result for each, as if alone but for rounding."""
+"""Cells that share a program are trained together: each has the result that it has alone, but for rounding."""
 
 import json
 
@@ -25,15 +25,15 @@ blocks:
 
 @pytest.fixture
 def programs(monkeypatch):
-    """How many cells each program trained."""
-    trained, together = [], runs.run_together
+    """The number of cells that each program trained."""
+    cell_counts, run_together = [], runs.run_together
 
-    def counted(asked, *rest, **more):
-        trained.append(len(asked))
-        return together(asked, *rest, **more)
+    def count_and_run(experiments, *arguments, **options):
+        cell_counts.append(len(experiments))
+        return run_together(experiments, *arguments, **options)
 
-    monkeypatch.setattr(runs, "run_together", counted)
-    return trained
+    monkeypatch.setattr(runs, "run_together", count_and_run)
+    return cell_counts
 
 
 def cells_of(tmp_path, fast=0.02):
@@ -45,48 +45,49 @@ def folders_in(path):
     return Folders(path / "runs", path / "results", None)
 
 
-def work(cells, folders, together):
+def run_session(cells, folders, together):
     return work_off(cells, folders, Budget(None), lambda text: None, together)
 
 
-def read(cell, folders):
+def read_result(cell, folders):
     return json.loads(results.result_path(folders.results, cell).read_text())
 
 
 @pytest.mark.thorough
-def test_cells_of_one_program_are_trained_together_and_what_they_share_once(tmp_path, programs):
-    cells, whole, alone = cells_of(tmp_path), folders_in(tmp_path / "whole"), folders_in(tmp_path / "alone")
-    assert work(cells, whole, 4).done == 3
+def test_cells_of_one_program_are_trained_together_and_equal_runs_only_once(tmp_path, programs):
+    cells, together, alone = cells_of(tmp_path), folders_in(tmp_path / "whole"), folders_in(tmp_path / "alone")
+    assert run_session(cells, together, 4).done == 3
     assert programs == [2]
-    assert read(cells[2], whole)["same_run_as"] == "fedmr/table1 cifar10-P10C3"
-    work(cells[:2], alone, 1)
+    assert read_result(cells[2], together)["same_run_as"] == "fedmr/table1 cifar10-P10C3"
+    run_session(cells[:2], alone, 1)
     assert programs == [2, 1, 1]
     for cell in cells[:2]:
-        np.testing.assert_allclose(read(cell, whole)["ga"], read(cell, alone)["ga"], atol=0.011)  # one of 100 images
-        assert (read(cell, whole).get("together"), read(cell, alone).get("together")) == (2, None)
+        # The tolerance is one of 100 test images.
+        np.testing.assert_allclose(read_result(cell, together)["ga"], read_result(cell, alone)["ga"], atol=0.011)
+        assert (read_result(cell, together).get("together"), read_result(cell, alone).get("together")) == (2, None)
 
 
 @pytest.mark.thorough
-def test_a_cell_that_diverges_fails_none_of_the_others(tmp_path):
+def test_a_cell_that_diverges_does_not_fail_the_others(tmp_path):
     cells, folders = cells_of(tmp_path, fast=1e30)[:2], folders_in(tmp_path)
-    assert work(cells, folders, 2).done == 2
-    assert [read(cell, folders)["status"] for cell in cells] == ["finished", "failed"]
+    assert run_session(cells, folders, 2).done == 2
+    assert [read_result(cell, folders)["status"] for cell in cells] == ["finished", "failed"]
 
 
 @pytest.mark.thorough
-def test_an_interrupted_program_goes_on_with_all_its_cells(tmp_path, monkeypatch, programs):
+def test_an_interrupted_program_resumes_with_all_its_cells(tmp_path, monkeypatch, programs):
     cells, folders = cells_of(tmp_path)[:2], folders_in(tmp_path)
     append = records.RunFolder.append
 
-    def interrupted(self, row, name=records.METRICS):
+    def append_then_stop(self, row, name=records.METRICS):
         append(self, row, name)
         if row["round"] == 2:
             raise OutOfTime
 
     with monkeypatch.context() as patch:
-        patch.setattr(records.RunFolder, "append", interrupted)
-        assert work(cells, folders, 2) == (0, 0, True)
+        patch.setattr(records.RunFolder, "append", append_then_stop)
+        assert run_session(cells, folders, 2) == (0, 0, True)
     assert len(unfinished(cells, folders)) == 2
-    assert work(cells, folders, 2).done == 2
-    assert [len(read(cell, folders)["ga"]) for cell in cells] == [2, 2]
+    assert run_session(cells, folders, 2).done == 2
+    assert [len(read_result(cell, folders)["ga"]) for cell in cells] == [2, 2]
     assert programs[0] == 2

@@ -1,4 +1,4 @@
-"""What a difference says about a claim, and whether two orders agree."""
+"""The verdict on a claim from a measured difference, and the rank correlation of two orders."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from reproduction.verdicts import VERDICTS, against, rank_correlation
         (0.0, None, 5.0, "one seed, no sign"),
     ],
 )  # fmt: skip
-def test_a_claim_holds_where_the_test_says_so(mean, p, claimed, verdict):
+def test_the_verdict_on_a_claim_follows_from_sign_and_p_value(mean, p, claimed, verdict):
     difference = Difference(mean, None if p is None else 1.0, (0,) if p is None else (0, 1, 2), p=p)
     assert against(difference, claimed) == verdict
     assert verdict in VERDICTS
@@ -29,5 +29,5 @@ def test_the_rank_correlation_is_spearmans_also_with_ties():
 
 
 @pytest.mark.parametrize("ours", [[1.0, 2.0], [3.0, 3.0, 3.0]])
-def test_few_or_equal_values_have_no_order(ours):
+def test_too_few_or_equal_values_have_no_rank_correlation(ours):
     assert rank_correlation(ours, list(range(len(ours)))) is None

@@ -28,7 +28,7 @@ from fedjax_pcdd.losses.distillation import (
 B, C, K = 12, 5, 3
 WEIGHT = 0.0051
 LABELS = jnp.arange(B) % C
-EVERYONE, SOME = jnp.ones(B, bool), jnp.arange(B) % 3 != 1
+ALL_ROWS, SOME_ROWS = jnp.ones(B, bool), jnp.arange(B) % 3 != 1
 
 
 def normal(shape, seed=0):
@@ -49,7 +49,7 @@ def ensemble(logits, target, mask=None, *, form):
 
 def consistency(logits, target, mask=None):
     helpers = jnp.stack([target, target[:, ::-1]])
-    return helper_consistency(logits, helpers, EVERYONE[: len(logits)] if mask is None else mask)
+    return helper_consistency(logits, helpers, ALL_ROWS[: len(logits)] if mask is None else mask)
 
 
 # Losses of logits [B, C], a target [B, C] and a mask [B].
@@ -74,34 +74,34 @@ every_gradient = pytest.mark.parametrize("value_and_grad", GRADIENTS.values(), i
 @every_gradient
 def test_masked_rows_equal_removed_rows(value_and_grad):
     logits, target = normal((B, C)), normal((B, C), 1)
-    value, gradient = value_and_grad(logits, target, SOME)
-    expected, expected_gradient = value_and_grad(logits[SOME], target[SOME], EVERYONE[SOME])
+    value, gradient = value_and_grad(logits, target, SOME_ROWS)
+    expected, expected_gradient = value_and_grad(logits[SOME_ROWS], target[SOME_ROWS], ALL_ROWS[SOME_ROWS])
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_allclose(gradient[SOME], expected_gradient, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient[SOME_ROWS], expected_gradient, rtol=1e-4, atol=1e-6)
 
 
 @every_gradient
 def test_masked_rows_have_zero_gradient(value_and_grad):
-    _, gradient = value_and_grad(normal((B, C)), normal((B, C), 1), SOME)
-    assert np.all(gradient[~SOME] == 0)
+    _, gradient = value_and_grad(normal((B, C)), normal((B, C), 1), SOME_ROWS)
+    assert np.all(gradient[~SOME_ROWS] == 0)
 
 
 @every_loss
 def test_no_mask_is_a_mask_of_ones(loss):
     logits, target = normal((B, C)), normal((B, C), 1)
-    np.testing.assert_allclose(loss(logits, target), loss(logits, target, EVERYONE), rtol=1e-6)
+    np.testing.assert_allclose(loss(logits, target), loss(logits, target, ALL_ROWS), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", DISTANCES)
 def test_empty_mask_gives_zero_and_zero_gradient(name):
-    value, gradient = GRADIENTS[name](normal((B, C)), normal((B, C), 1), ~EVERYONE)
+    value, gradient = GRADIENTS[name](normal((B, C)), normal((B, C), 1), ~ALL_ROWS)
     assert value == 0
     assert np.all(gradient == 0)
 
 
 @pytest.mark.parametrize("name", ["cross_correlation", "with eps"])
 def test_empty_mask_gives_no_correlation_and_zero_gradient(name):
-    value, gradient = GRADIENTS[name](normal((B, C)), normal((B, C), 1), ~EVERYONE)
+    value, gradient = GRADIENTS[name](normal((B, C)), normal((B, C), 1), ~ALL_ROWS)
     np.testing.assert_allclose(value, C + WEIGHT * C * (C - 1), rtol=1e-6)
     assert np.all(gradient == 0)
 
@@ -133,7 +133,7 @@ def test_losses_of_half_precision_logits_are_float32(loss):
 
 @every_gradient
 def test_stacked_lanes_equal_lanes_one_by_one(value_and_grad):
-    lanes = normal((2, B, C)), normal((2, B, C), 1), jnp.stack([EVERYONE, SOME])
+    lanes = normal((2, B, C)), normal((2, B, C), 1), jnp.stack([ALL_ROWS, SOME_ROWS])
     stacked, gradients = jax.jit(jax.vmap(value_and_grad))(*lanes)
     single, single_gradients = zip(*(value_and_grad(*lane) for lane in zip(*lanes, strict=True)), strict=True)
     np.testing.assert_allclose(stacked, jnp.stack(single), rtol=1e-5)
@@ -155,7 +155,7 @@ def test_collaboration_ignores_the_order_of_the_batch():
     np.testing.assert_allclose(collaboration(logits[order], mean[order]), collaboration(logits, mean), rtol=1e-5)
 
 
-def test_a_class_that_agrees_with_the_mean_correlates_by_one_less_one_over_the_batch():
+def test_a_class_that_agrees_with_the_mean_has_correlation_1_minus_1_over_b():
     logits = normal((B, C))
     np.testing.assert_allclose(jnp.diag(cross_correlation(logits, logits)), (B - 1) / B, rtol=1e-5)
 
@@ -168,7 +168,7 @@ def test_correlations_are_at_most_one(batch, sign):
 
 
 @pytest.mark.thorough
-def test_two_opposite_classes_have_the_least_loss_but_for_the_divisor():
+def test_two_opposite_classes_have_the_least_loss_up_to_the_divisor():
     column = normal(B)
     logits = jnp.stack([column, 3 - 2 * column], axis=1)
     matrix = cross_correlation(logits, logits)
@@ -192,8 +192,10 @@ def test_a_class_of_equal_logits_has_no_correlation_and_zero_gradient():
 
 def test_eps_limits_the_gradient_of_a_class_of_nearly_equal_logits():
     logits, mean = normal((B, C)).at[:, 2].multiply(1e-9), normal((B, C), 1)
-    without, limited = (np.max(np.abs(GRADIENTS[name](logits, mean)[1])) for name in ("cross_correlation", "with eps"))
-    assert limited < 1e3 < 1e6 < without
+    unlimited, limited = (
+        np.max(np.abs(GRADIENTS[name](logits, mean)[1])) for name in ("cross_correlation", "with eps")
+    )
+    assert limited < 1e3 < 1e6 < unlimited
 
 
 # Teachers (FCCL, FML)
@@ -227,9 +229,9 @@ def test_mutual_learning_with_full_weight_on_labels_is_cross_entropy():
 @pytest.mark.thorough
 def test_each_mutual_loss_holds_the_other_model_constant():
     jacobian = jax.jit(jax.jacrev(lambda a, b: jnp.stack(mutual_losses(a, b, LABELS)), argnums=(0, 1)))
-    of_private, of_meme = jacobian(normal((B, C)), normal((B, C), 1))
-    assert np.all(of_private[1] == 0)
-    assert np.all(of_meme[0] == 0)
+    private_jacobian, meme_jacobian = jacobian(normal((B, C)), normal((B, C), 1))
+    assert np.all(private_jacobian[1] == 0)
+    assert np.all(meme_jacobian[0] == 0)
 
 
 # Mean logits (FedMD, RCFL)
@@ -242,7 +244,7 @@ def test_two_participants_have_the_distances_of_the_worked_example():
     np.testing.assert_array_equal(jax.vmap(partial(absolute_error, target))(logits), [1, 1])
 
 
-def test_logits_lie_around_their_mean():
+def test_deviations_from_the_ensemble_target_average_to_zero():
     logits = normal((K, B, C))
     np.testing.assert_allclose(jnp.mean(logits - ensemble_target(logits), axis=0), 0, atol=1e-6)
 
@@ -269,7 +271,7 @@ def test_a_student_that_equals_its_only_teacher_has_no_loss(form):
 
 
 @pytest.mark.parametrize("form", ["avg_logits", "avg_probs"])
-def test_what_the_mean_says_gives_the_loss_of_all_teachers(form):
+def test_the_ensemble_target_gives_the_loss_of_all_teachers(form):
     teachers, logits, settings = normal((K, B, C)), normal((B, C), 1), {"form": form, "temperature": 2.0}
     value = kl_to_target(ensemble_target(teachers, **settings), logits, **settings)
     np.testing.assert_allclose(value, ensemble_kl(teachers, logits, **settings), rtol=1e-6)
@@ -279,13 +281,13 @@ def test_mean_losses_exceed_the_loss_of_mean_probabilities_by_a_constant():
     teachers = normal((K, B, C))
 
     def excess(logits):
-        of_losses, of_probabilities = (ensemble_kl(teachers, logits, form=f) for f in ("avg_losses", "avg_probs"))
-        return of_losses - of_probabilities
+        mean_of_losses, loss_of_mean = (ensemble_kl(teachers, logits, form=f) for f in ("avg_losses", "avg_probs"))
+        return mean_of_losses - loss_of_mean
 
     np.testing.assert_allclose(excess(normal((B, C), 1)), excess(normal((B, C), 2)), rtol=1e-5)
 
 
-def test_an_unknown_ensemble_is_refused_with_the_nearest_one():
+def test_an_unknown_form_of_ensemble_is_refused_with_the_nearest_one():
     with pytest.raises(UserError, match="avg_probs"):
         ensemble_kl(normal((K, B, C)), normal((B, C)), form="avg_prob")
 
@@ -319,15 +321,15 @@ def test_without_helpers_the_label_is_the_local_prediction(helpers):
 @pytest.mark.parametrize("helpers", [normal((0, B, C)), normal((K, B, C), 1)], ids=["absent", "invalid"])
 def test_without_helpers_consistency_is_zero_with_zero_gradient(helpers):
     valid = jnp.zeros(len(helpers), bool)
-    value, gradient = jax.value_and_grad(helper_consistency)(normal((B, C)), helpers, EVERYONE, valid=valid)
+    value, gradient = jax.value_and_grad(helper_consistency)(normal((B, C)), helpers, ALL_ROWS, valid=valid)
     assert value == 0
     assert np.all(gradient == 0)
 
 
 def test_invalid_helpers_equal_removed_helpers():
     logits, helpers, valid = normal((B, C)), normal((K, B, C), 1), jnp.asarray([True, False, True])
-    value = helper_consistency(logits, helpers, SOME, valid=valid)
-    np.testing.assert_allclose(value, helper_consistency(logits, helpers[valid], SOME), rtol=1e-6)
+    value = helper_consistency(logits, helpers, SOME_ROWS, valid=valid)
+    np.testing.assert_allclose(value, helper_consistency(logits, helpers[valid], SOME_ROWS), rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -335,9 +337,9 @@ def test_no_confident_sample_gives_zero_and_zero_gradients():
     helpers = normal((K, B, C), 1)
 
     def loss(logits, augmented):
-        kept = confident(logits, 1.0)
-        labelled = cross_entropy(augmented, pseudo_labels(logits, helpers), mask=kept)
-        return helper_consistency(logits, helpers, kept) + labelled
+        confident_rows = confident(logits, 1.0)
+        labelled = cross_entropy(augmented, pseudo_labels(logits, helpers), mask=confident_rows)
+        return helper_consistency(logits, helpers, confident_rows) + labelled
 
     value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(normal((B, C)), normal((B, C), 2))
     assert value == 0
@@ -347,8 +349,8 @@ def test_no_confident_sample_gives_zero_and_zero_gradients():
 @pytest.mark.thorough
 def test_consistency_without_a_floor_is_the_mean_kl_to_the_helpers():
     logits, helpers = 30 * normal((B, C)), normal((K, B, C), 1)
-    value = helper_consistency(logits, helpers, SOME, floor=0.0)
-    np.testing.assert_allclose(value, ensemble_kl(helpers, logits, form="avg_losses", mask=SOME), rtol=1e-5)
+    value = helper_consistency(logits, helpers, SOME_ROWS, floor=0.0)
+    np.testing.assert_allclose(value, ensemble_kl(helpers, logits, form="avg_losses", mask=SOME_ROWS), rtol=1e-5)
 
 
 @pytest.mark.thorough

@@ -91,7 +91,7 @@ def test_absolute_error_from_the_mean_logits_agrees_with_fedmd(g, precision):
 
 @pytest.mark.parametrize("form", ["avg_logits", "avg_probs", "avg_losses"])
 @pytest.mark.parametrize("g", cases("feddf"))
-def test_student_of_all_teachers_agrees_with_feddf(g, form, precision):
+def test_a_student_of_all_teachers_agrees_with_feddf(g, form, precision):
     teachers = precision.array(g["in_teachers"])
 
     def loss(student):
@@ -104,7 +104,7 @@ def test_student_of_all_teachers_agrees_with_feddf(g, form, precision):
 
 @pytest.mark.parametrize("form", ["avg_logits", "avg_probs", "avg_losses"])
 @pytest.mark.parametrize("g", cases("feddf"))
-def test_student_of_what_the_mean_says_has_the_gradient_of_feddf(g, form, precision):
+def test_a_student_of_the_ensemble_target_has_the_gradient_of_feddf(g, form, precision):
     target = ensemble_target(precision.array(g["in_teachers"]), form=form)
     gradient = jax.grad(lambda student: kl_to_target(target, student, form=form))(precision.array(g["in_student"]))
     assert_close(gradient, g[f"out_grad_{form}"], precision.rtol)
@@ -116,8 +116,8 @@ def test_mutual_losses_and_the_gradients_of_their_sum_agree_with_fml(g, precisio
     alpha, beta = precision.array(g["par_alpha"]), precision.array(g["par_beta"])
 
     def loss(private, meme):
-        both = mutual_losses(private, meme, labels, alpha=alpha, beta=beta)
-        return sum(both), both
+        losses = mutual_losses(private, meme, labels, alpha=alpha, beta=beta)
+        return sum(losses), losses
 
     logits = precision.array(g["in_logits_local"]), precision.array(g["in_logits_meme"])
     gradients, values = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*logits)
@@ -139,13 +139,13 @@ def test_unsupervised_terms_and_their_gradients_agree_with_fedmatch(g, precision
     lambda_i, lambda_a = precision.array(g["par_lambda_i"]), precision.array(g["par_lambda_a"])
 
     def loss(logits, augmented):
-        kept = confident(logits, confidence)
-        consistency = lambda_i * helper_consistency(logits, helpers, kept, floor=1e-7)
-        labelled = lambda_a * cross_entropy(augmented, pseudo_labels(logits, helpers), mask=kept)
+        confident_rows = confident(logits, confidence)
+        consistency = lambda_i * helper_consistency(logits, helpers, confident_rows, floor=1e-7)
+        labelled = lambda_a * cross_entropy(augmented, pseudo_labels(logits, helpers), mask=confident_rows)
         return consistency + labelled, {"icc": consistency, "pseudo_ce": labelled}
 
-    both = precision.array(g["in_logits"]), precision.array(g["in_logits_aug"])
-    (value, terms), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*both)
+    logit_pair = precision.array(g["in_logits"]), precision.array(g["in_logits_aug"])
+    (value, terms), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*logit_pair)
     assert_close(value, g["out_loss"], precision.rtol)
     for name, gradient in zip(("logits", "logits_aug"), gradients, strict=True):
         assert_close(gradient, g[f"out_grad_{name}"], precision.rtol)

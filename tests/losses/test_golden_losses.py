@@ -91,8 +91,8 @@ def test_merged_prototypes_agree_with_their_vectors(g, partial, precision):
     if partial:
         counts = counts * precision.array(g["in_submit_mask"])[:, None]
     sums = jnp.sum(counts[:, :, None] * local, axis=0)
-    nothing = jnp.zeros_like(sums), jnp.zeros(sums.shape[0], bool)
-    prototypes, valid = merge_prototypes(sums, jnp.sum(counts, axis=0), *nothing)
+    no_previous = jnp.zeros_like(sums), jnp.zeros(sums.shape[0], bool)
+    prototypes, valid = merge_prototypes(sums, jnp.sum(counts, axis=0), *no_previous)
     suffix = "_partial" if partial else ""
     assert_close(prototypes, g[f"out_global{suffix}"], precision.rtol)
     np.testing.assert_array_equal(valid, g[f"out_valid{suffix}"] > 0)

@@ -69,27 +69,31 @@ def distance(features, labels, mask=None):
 COUNTS, VACANT = jnp.asarray([4, 3, 0, 4, 1]), jnp.asarray([False, True, True, False, True])
 
 
-def scored(loss, *, labelled=False, taught=False):
+def as_loss_of_features(loss, *, with_labels=False, with_teacher=False):
     """A loss of logits [B, C] as one of features; its teacher is the same linear model on other features."""
 
     def of_features(features, labels, mask=None):
         logits, teacher = features @ PROTOTYPES.T, (features[:, ::-1] + 1) @ PROTOTYPES.T
-        known = [teacher] * taught + [logits] + [labels] * labelled
-        return loss(*known, mask=mask)
+        arguments = [teacher] * with_teacher + [logits] + [labels] * with_labels
+        return loss(*arguments, mask=mask)
 
     return of_features
 
 
 LOSSES = {
-    "vacant_kl": scored(partial(masked_kl, teacher_classes=VACANT), taught=True),
-    "not_true_distillation": scored(not_true_distillation, labelled=True, taught=True),
-    "label_masking": scored(partial(label_masking_distillation, majority=VACANT), labelled=True, taught=True),
-    "calibrated": scored(partial(calibrated_cross_entropy, class_counts=COUNTS), labelled=True),
-    "suppression": scored(partial(logit_suppression, class_counts=COUNTS), labelled=True),
-    "suppression_paper": scored(partial(logit_suppression, class_counts=COUNTS, form="paper"), labelled=True),
+    "vacant_kl": as_loss_of_features(partial(masked_kl, teacher_classes=VACANT), with_teacher=True),
+    "not_true_distillation": as_loss_of_features(not_true_distillation, with_labels=True, with_teacher=True),
+    "label_masking": as_loss_of_features(
+        partial(label_masking_distillation, majority=VACANT), with_labels=True, with_teacher=True
+    ),
+    "calibrated": as_loss_of_features(partial(calibrated_cross_entropy, class_counts=COUNTS), with_labels=True),
+    "suppression": as_loss_of_features(partial(logit_suppression, class_counts=COUNTS), with_labels=True),
+    "suppression_paper": as_loss_of_features(
+        partial(logit_suppression, class_counts=COUNTS, form="paper"), with_labels=True
+    ),
     "batch_decorrelation": lambda features, labels, mask=None: batch_decorrelation(features, mask=mask),
     "batch_frobenius": lambda features, labels, mask=None: batch_decorrelation(features, form="frobenius", mask=mask),
-    "prediction_variance": scored(prediction_variance),
+    "prediction_variance": as_loss_of_features(prediction_variance),
     "uniformity": lambda features, labels, mask=None: uniformity(features, mask=mask),
     "model_contrast": contrast_of_models,
     "prototype_contrast": contrast_of_prototypes,
@@ -107,35 +111,35 @@ every_gradient = pytest.mark.parametrize("value_and_grad", GRADIENTS.values(), i
 
 # Masks and degenerate batches
 
-EVERYONE, SOME = jnp.ones(B, bool), jnp.arange(B) % 3 != 1
+ALL_ROWS, SOME_ROWS = jnp.ones(B, bool), jnp.arange(B) % 3 != 1
 
 
 @pytest.mark.thorough
 @every_gradient
 def test_masked_rows_equal_removed_rows(value_and_grad):
     features = normal((B, D))
-    value, gradient = value_and_grad(features, LABELS, SOME)
-    expected, expected_gradient = value_and_grad(features[SOME], LABELS[SOME], EVERYONE[SOME])
+    value, gradient = value_and_grad(features, LABELS, SOME_ROWS)
+    expected, expected_gradient = value_and_grad(features[SOME_ROWS], LABELS[SOME_ROWS], ALL_ROWS[SOME_ROWS])
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_allclose(gradient[SOME], expected_gradient, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient[SOME_ROWS], expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 @every_gradient
 def test_masked_rows_have_zero_gradient(value_and_grad):
-    _, gradient = value_and_grad(normal((B, D)), LABELS, SOME)
-    assert np.all(gradient[~SOME] == 0)
+    _, gradient = value_and_grad(normal((B, D)), LABELS, SOME_ROWS)
+    assert np.all(gradient[~SOME_ROWS] == 0)
 
 
 @every_gradient
 def test_no_mask_is_a_mask_of_ones(value_and_grad):
     features = normal((B, D))
-    value, expected = value_and_grad(features, LABELS)[0], value_and_grad(features, LABELS, EVERYONE)[0]
+    value, expected = value_and_grad(features, LABELS)[0], value_and_grad(features, LABELS, ALL_ROWS)[0]
     np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
 @every_gradient
 def test_empty_mask_gives_zero_and_zero_gradient(value_and_grad):
-    value, gradient = value_and_grad(normal((B, D)), LABELS, ~EVERYONE)
+    value, gradient = value_and_grad(normal((B, D)), LABELS, ~ALL_ROWS)
     assert value == 0
     assert np.all(gradient == 0)
 
@@ -147,13 +151,13 @@ DEGENERATE = {"normal": normal((B, D)), "zero": jnp.zeros((B, D)), "on prototype
 @pytest.mark.parametrize("labels", [LABELS, 0 * LABELS, LABELS // 4], ids=["mixed", "one class", "single"])
 @pytest.mark.parametrize("features", DEGENERATE.values(), ids=DEGENERATE.keys())
 def test_degenerate_batches_have_finite_gradients(value_and_grad, labels, features):
-    value, gradient = value_and_grad(features, labels, EVERYONE)
+    value, gradient = value_and_grad(features, labels, ALL_ROWS)
     assert np.all(np.isfinite([value, *gradient.ravel()]))
 
 
 @every_gradient
 def test_single_sample_has_a_finite_gradient(value_and_grad):
-    value, gradient = value_and_grad(normal((1, D)), LABELS[:1], EVERYONE[:1])
+    value, gradient = value_and_grad(normal((1, D)), LABELS[:1], ALL_ROWS[:1])
     assert np.all(np.isfinite([value, *gradient[0]]))
 
 
@@ -165,7 +169,7 @@ def test_losses_of_half_precision_features_are_float32(loss):
 
 @every_gradient
 def test_stacked_lanes_equal_lanes_one_by_one(value_and_grad):
-    lanes = normal((2, B, D)), jnp.stack([LABELS, LABELS[::-1]]), jnp.stack([EVERYONE, SOME])
+    lanes = normal((2, B, D)), jnp.stack([LABELS, LABELS[::-1]]), jnp.stack([ALL_ROWS, SOME_ROWS])
     stacked, gradients = jax.vmap(value_and_grad)(*lanes)
     single, single_gradients = zip(*(value_and_grad(*lane) for lane in zip(*lanes, strict=True)), strict=True)
     np.testing.assert_allclose(stacked, jnp.stack(single), rtol=1e-5)
@@ -177,9 +181,9 @@ def test_stacked_lanes_equal_lanes_one_by_one(value_and_grad):
 
 @pytest.mark.thorough
 def test_cross_entropy_restricted_to_classes_equals_the_smaller_problem():
-    logits, kept = normal((3, C)), jnp.asarray([0, 1, 3, 4])
-    restricted = cross_entropy(logits, kept[:3], classes=PRESENT)
-    np.testing.assert_allclose(restricted, cross_entropy(logits[:, kept], jnp.arange(3)), rtol=1e-6)
+    logits, classes_kept = normal((3, C)), jnp.asarray([0, 1, 3, 4])
+    restricted = cross_entropy(logits, classes_kept[:3], classes=PRESENT)
+    np.testing.assert_allclose(restricted, cross_entropy(logits[:, classes_kept], jnp.arange(3)), rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -204,7 +208,7 @@ def test_cross_entropy_is_finite_for_huge_logits():
     assert np.all(np.isfinite(gradient))
 
 
-def test_masked_mean_counts_the_unmasked_alone():
+def test_masked_mean_counts_only_unmasked_entries():
     assert masked_mean(jnp.asarray([1.0, 5.0, jnp.nan]), jnp.asarray([1, 1, 0])) == 3
 
 
@@ -214,7 +218,7 @@ def test_correct_per_class_counts_ties_for_the_lowest_index():
     np.testing.assert_array_equal(correct, [1, 0, 1])
 
 
-def test_a_class_that_cannot_be_predicted_is_never_right():
+def test_a_label_whose_logit_is_minus_infinity_or_nan_is_never_correct():
     logits = jnp.asarray([[-jnp.inf, -jnp.inf], [jnp.nan, 0.0], [-jnp.inf, 1.0]])
     np.testing.assert_array_equal(correct_per_class(logits, jnp.asarray([0, 0, 1]), None, 2), [0, 1])
 
@@ -226,13 +230,13 @@ TRIANGLE = jnp.asarray([[0.0, 0.0], [1.0, 2.0], [2.0, 1.0]])
 
 
 @pytest.mark.parametrize(("form", "expected"), [("offdiag", 1 / 3), ("frobenius", 5.625)])
-def test_intra_class_has_the_sheets_value(form, expected):
+def test_intra_class_has_the_value_of_the_worked_example(form, expected):
     np.testing.assert_allclose(intra(TRIANGLE, jnp.zeros(3, int), 1, form=form), expected, rtol=1e-6)
 
 
 def loop_intra_class(features, labels, form):
     """The definition, class by class with [D, D] matrices."""
-    terms, number = [], 0
+    terms, samples = [], 0
     for c in range(C):
         x = features[labels == c]
         if len(x) >= 2:
@@ -241,8 +245,8 @@ def loop_intra_class(features, labels, form):
             square = (x.T @ x) ** 2
             off = (square.sum() - np.trace(square)) / (D * (D - 1))
             terms.append(off if offdiag else square.sum() / (len(x) - 1) ** 2)
-            number += len(x)
-    return sum(terms) / (number if form == "offdiag" else len(terms))
+            samples += len(x)
+    return sum(terms) / (samples if form == "offdiag" else len(terms))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -312,9 +316,9 @@ def test_intra_class_makes_no_array_of_size_classes_times_dimensions_squared():
 
 
 @pytest.mark.thorough
-def test_inter_class_has_the_sheets_value():
-    prototypes, ones = jnp.asarray([[3.0, 4.0], [1.0, 0.0]]), jnp.ones(2, bool)
-    assert inter_class(jnp.zeros((1, 2)), jnp.zeros(1, int), prototypes, ones, ones) == 4
+def test_inter_class_has_the_value_of_the_worked_example():
+    prototypes, all_classes = jnp.asarray([[3.0, 4.0], [1.0, 0.0]]), jnp.ones(2, bool)
+    assert inter_class(jnp.zeros((1, 2)), jnp.zeros(1, int), prototypes, all_classes, all_classes) == 4
 
 
 @pytest.mark.thorough
@@ -331,8 +335,8 @@ def test_inter_class_is_positive_once_a_sample_is_nearer_to_a_negative():
 def test_inter_class_is_invariant_to_joint_rotation_and_translation():
     features, shift = normal((B, D)), normal((D,), seed=2)
     rotation = jnp.linalg.qr(normal((D, D), seed=3))[0]
-    ones = jnp.ones(C, bool)
-    moved = inter_class(features @ rotation + shift, LABELS, PROTOTYPES @ rotation + shift, ones, PRESENT)
+    all_classes = jnp.ones(C, bool)
+    moved = inter_class(features @ rotation + shift, LABELS, PROTOTYPES @ rotation + shift, all_classes, PRESENT)
     np.testing.assert_allclose(moved, margin(features, LABELS), rtol=1e-5)
 
 
@@ -377,13 +381,13 @@ def test_class_sums_leave_masked_rows_out():
     np.testing.assert_array_equal(masked[1], removed[1])
 
 
-@pytest.mark.parametrize(("stale", "kept"), [("carry", [True, True, False]), ("drop", [True, False, False])])
-def test_class_that_nobody_submitted_is_carried_or_dropped(stale, kept):
+@pytest.mark.parametrize(("stale", "expected_valid"), [("carry", [True, True, False]), ("drop", [True, False, False])])
+def test_a_class_that_no_client_submitted_is_carried_or_dropped(stale, expected_valid):
     previous, counts = normal((3, D)), jnp.asarray([4.0, 0.0, 0.0])
     sums = counts[:, None] * jnp.ones((3, D))
     prototypes, valid = merge_prototypes(sums, counts, previous, jnp.asarray([True, True, False]), stale=stale)
-    expected = jnp.stack([jnp.ones(D), previous[1] * kept[1], jnp.zeros(D)])
-    np.testing.assert_array_equal(valid, kept)
+    expected = jnp.stack([jnp.ones(D), previous[1] * expected_valid[1], jnp.zeros(D)])
+    np.testing.assert_array_equal(valid, expected_valid)
     np.testing.assert_array_equal(prototypes, expected)
 
 
@@ -407,7 +411,7 @@ def test_unknown_treatment_of_stale_prototypes_names_the_nearest():
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 8, 12, 100])
-def test_random_subset_has_n_of_the_unmasked(n):
+def test_random_subset_has_n_of_the_unmasked_rows(n):
     mask = jnp.arange(B) % 3 != 0
     subset = jax.jit(random_subset)(jax.random.key(n), mask, n)
     assert subset.sum() == min(n, 8)
@@ -424,7 +428,7 @@ def test_random_subset_is_uniform():
 # FedGELA
 
 
-def test_class_scales_have_the_sheets_value():
+def test_class_scales_have_the_values_of_the_worked_example():
     counts = jnp.asarray([30, 10, 0])
     np.testing.assert_allclose(class_scales(counts, counts[None]), [2.25, 0.75, 0], rtol=1e-6)
 
@@ -472,7 +476,7 @@ def test_class_scales_of_a_client_without_samples_are_zero(function, gamma):
     np.testing.assert_array_equal(scales, 0)
 
 
-def test_class_that_nobody_owns_has_scale_zero():
+def test_a_class_that_no_client_owns_has_scale_zero():
     federation = FEDERATION.at[:, 1].set(0)
     assert class_scales(federation[0], federation, gamma="serverscaled")[1] == 0
 
@@ -485,7 +489,7 @@ def test_class_that_nobody_owns_has_scale_zero():
         ({"function": "sqrt", "gamma": "class"}, "choose gamma 'serverscaled'"),
     ],
 )
-def test_wrong_options_of_class_scales_say_what_to_choose(options, message):
+def test_wrong_options_of_class_scales_are_refused_with_what_to_choose(options, message):
     with pytest.raises(UserError, match=message):
         class_scales(FEDERATION[0], FEDERATION, **options)
 

@@ -36,20 +36,20 @@ def label_masking(teacher, logits, temperature=1.0):
 losses = pytest.mark.parametrize("loss", [vacant, not_true, label_masking])
 
 
-def test_not_true_distillation_has_the_sheets_value():
+def test_not_true_distillation_has_the_value_of_the_worked_example():
     logits = jnp.asarray([[0.0, np.log(2), 0.0]])
     value = not_true_distillation(jnp.zeros((1, 3)), logits, jnp.asarray([0]))
     np.testing.assert_allclose(value, 0.058892, atol=5e-7)
 
 
-def test_label_masking_distillation_has_the_sheets_value():
-    nothing, majority = jnp.zeros((1, 4)), majority_classes(jnp.asarray([10, 6, 0, 0]))
-    value = label_masking_distillation(nothing, nothing, jnp.asarray([0]), majority)
+def test_label_masking_distillation_has_the_value_of_the_worked_example():
+    zeros, majority = jnp.zeros((1, 4)), majority_classes(jnp.asarray([10, 6, 0, 0]))
+    value = label_masking_distillation(zeros, zeros, jnp.asarray([0]), majority)
     np.testing.assert_allclose(value, np.log(1.5), rtol=1e-6)
 
 
 @losses
-def test_a_constant_on_all_logits_of_a_sample_changes_nothing(loss):
+def test_adding_a_constant_to_all_logits_of_a_sample_changes_nothing(loss):
     constants = jnp.arange(6.0)[:, None]
     expected = jax.value_and_grad(loss, argnums=1)(TEACHER, LOGITS)
     moved = jax.value_and_grad(loss, argnums=1)(TEACHER - 2 * constants, LOGITS + constants)
@@ -57,7 +57,7 @@ def test_a_constant_on_all_logits_of_a_sample_changes_nothing(loss):
 
 
 @losses
-def test_divergence_is_not_negative_and_its_teacher_has_no_gradient(loss):
+def test_the_divergence_is_positive_and_its_teacher_has_no_gradient(loss):
     value, gradient = jax.value_and_grad(loss)(TEACHER, LOGITS)
     assert value > 0
     assert np.all(gradient == 0)
@@ -86,7 +86,7 @@ def test_the_labels_logit_has_no_gradient_and_no_influence(loss):
 @pytest.mark.parametrize("tau", [1.0, 3.0])
 def test_gradient_of_not_true_distillation_is_the_difference_of_probabilities(tau):
     others = jnp.arange(5) != LABELS[:, None]
-    student, teacher = (jax.nn.softmax(jnp.where(others, o / tau, -jnp.inf)) for o in (LOGITS, TEACHER))
+    student, teacher = (jax.nn.softmax(jnp.where(others, logits / tau, -jnp.inf)) for logits in (LOGITS, TEACHER))
     gradient = jax.grad(not_true, argnums=1)(TEACHER, LOGITS, tau)
     np.testing.assert_allclose(gradient, tau / 6 * (student - teacher), 1e-5, 1e-7)
 
@@ -99,7 +99,7 @@ def test_owned_classes_have_no_gradient_from_the_vacant_ones():
 
 @pytest.mark.parametrize("classes", [np.zeros(5, bool), np.eye(5, dtype=bool)[2]], ids=["none", "one"])
 def test_fewer_than_two_classes_leave_nothing_to_distil(classes):
-    value, gradient = jax.value_and_grad(lambda o: masked_kl(TEACHER, o, jnp.asarray(classes)))(LOGITS)
+    value, gradient = jax.value_and_grad(lambda logits: masked_kl(TEACHER, logits, jnp.asarray(classes)))(LOGITS)
     assert value == 0
     assert np.all(gradient == 0)
 
@@ -133,10 +133,10 @@ def test_samples_without_a_class_to_distil_stay_in_the_divisor():
 def test_equal_logits_teach_the_uniform_distribution():
     value = label_masking(jnp.full((6, 5), 3.0), LOGITS)
     others = np.arange(5) != np.asarray(LABELS)[:, None]
-    taught = others & ~np.asarray(MAJORITY)
+    teacher_classes = others & ~np.asarray(MAJORITY)
     student = LOGITS - np.log((others * np.exp(LOGITS)).sum(1, keepdims=True))
-    uniform = 1 / taught.sum(1, keepdims=True)
-    expected = np.where(taught, uniform * (np.log(uniform) - student), 0).sum(1).mean()
+    uniform = 1 / teacher_classes.sum(1, keepdims=True)
+    expected = np.where(teacher_classes, uniform * (np.log(uniform) - student), 0).sum(1).mean()
     np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
@@ -151,8 +151,8 @@ def test_permuting_classes_permutes_the_gradient():
     order = jnp.asarray([3, 1, 4, 0, 2])
     labels = jnp.argsort(order)[LABELS]
 
-    def loss(o, teacher, labels, counts):
-        return label_masking_distillation(teacher, o, labels, majority_classes(counts))
+    def loss(logits, teacher, labels, counts):
+        return label_masking_distillation(teacher, logits, labels, majority_classes(counts))
 
     expected = jax.grad(loss)(LOGITS, TEACHER, LABELS, COUNTS)
     permuted = jax.grad(loss)(LOGITS[:, order], TEACHER[:, order], labels, COUNTS[order])

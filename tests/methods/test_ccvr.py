@@ -1,4 +1,4 @@
-"""CCVR: Gaussians of features and the retrained classifier against the reference, and its last round."""
+"""CCVR: class Gaussians and the retrained classifier against the reference, and the calibration in the last round."""
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,24 @@ from fedjax_pcdd.models.classifier import apply_head, forward
 
 RTOL, ATOL = 1e-9, 1e-12
 golden = pytest.mark.parametrize("g", cases("ccvr"))
-ALL = {"cohort": 5, "drawn": 20, "calibration_epochs": 2}
+ALL_CLIENTS = {"cohort": 5, "drawn": 20, "calibration_epochs": 2}
 
 
-def moments(g, chosen=slice(None), diagonal=False):
-    features, labels = (jnp.asarray(g[name])[chosen] for name in ("in_z", "in_y"))
+def moments(g, rows=slice(None), diagonal=False):
+    features, labels = (jnp.asarray(g[name])[rows] for name in ("in_z", "in_y"))
     return class_moments(features, labels, len(g["in_W"]), diagonal=diagonal)
 
 
-def by_client(g):
-    """The sums of each client, added up."""
-    parts = [moments(g, np.flatnonzero(g["in_client"] == k)) for k in np.unique(g["in_client"])]
-    return jax.tree.map(lambda *x: sum(x), *parts)
+def summed_over_clients(g):
+    """The moments of each client, summed over all clients."""
+    client_moments = [moments(g, np.flatnonzero(g["in_client"] == k)) for k in np.unique(g["in_client"])]
+    return jax.tree.map(lambda *x: sum(x), *client_moments)
 
 
 @golden
 @pytest.mark.usefixtures("x64")
 def test_merged_gaussians_agree_with_the_reference(g):
-    total = by_client(g)
+    total = summed_over_clients(g)
     means, covariances = gaussians(total)
     np.testing.assert_array_equal(total.counts, g["out_total"])
     np.testing.assert_array_equal(total.counts > 0, g["out_valid"])
@@ -61,24 +61,24 @@ def test_drawn_features_agree_with_the_reference(g):
 @pytest.mark.usefixtures("x64")
 def test_the_retrained_classifier_agrees_with_the_reference(g):
     features, valid = jnp.asarray(g["out_virtual"]), g["out_valid"] > 0
-    flat, labels = features[valid].reshape(-1, features.shape[2]), jnp.asarray(g["out_labels"])
+    flat_features, labels = features[valid].reshape(-1, features.shape[2]), jnp.asarray(g["out_labels"])
 
     def loss(head, index, mask):
-        return cross_entropy(apply_head(head, flat[index]), labels[index], mask=mask)
+        return cross_entropy(apply_head(head, flat_features[index]), labels[index], mask=mask)
 
     head = {"kernel": jnp.asarray(g["in_W"]).T, "bias": jnp.asarray(g["in_b"])}
     size, lr = g["par_batch_lr"]
-    how = {"epochs": len(g["in_order"]), "size": int(size)}
-    head = train_in_passes(head, loss, jnp.asarray(g["in_order"]).__getitem__, len(labels), optax.sgd(lr), **how)
+    passes = {"epochs": len(g["in_order"]), "size": int(size)}
+    head = train_in_passes(head, loss, jnp.asarray(g["in_order"]).__getitem__, len(labels), optax.sgd(lr), **passes)
     np.testing.assert_allclose(head["kernel"].T, g["out_W"], RTOL, ATOL)
     np.testing.assert_allclose(head["bias"], g["out_b"], RTOL, ATOL)
 
 
 @pytest.mark.thorough
-def test_two_clients_in_one_dimension_have_the_sheets_variance():
-    one = class_moments(jnp.asarray([[0.0], [2.0]]), jnp.zeros(2, int), 1, diagonal=False)
-    other = class_moments(jnp.asarray([[4.0]]), jnp.zeros(1, int), 1, diagonal=False)
-    mean, covariance = gaussians(jax.tree.map(jnp.add, one, other))
+def test_two_clients_in_one_dimension_have_the_variance_of_the_worked_example():
+    first_client = class_moments(jnp.asarray([[0.0], [2.0]]), jnp.zeros(2, int), 1, diagonal=False)
+    second_client = class_moments(jnp.asarray([[4.0]]), jnp.zeros(1, int), 1, diagonal=False)
+    mean, covariance = gaussians(jax.tree.map(jnp.add, first_client, second_client))
     assert (mean.item(), covariance.item()) == (2, 4)
 
 
@@ -100,9 +100,9 @@ def test_features_of_a_singular_gaussian_are_drawn_in_its_span():
 
 
 @pytest.mark.thorough
-def test_one_sample_is_drawn_as_it_is():
-    one = class_moments(jnp.asarray([[1.0, 2.0]]), jnp.zeros(1, int), 2, diagonal=False)
-    features = draw_features(*gaussians(one), jax.random.normal(jax.random.key(0), (2, 5, 2)))
+def test_features_drawn_for_a_class_of_one_sample_equal_that_sample():
+    one_sample = class_moments(jnp.asarray([[1.0, 2.0]]), jnp.zeros(1, int), 2, diagonal=False)
+    features = draw_features(*gaussians(one_sample), jax.random.normal(jax.random.key(0), (2, 5, 2)))
     np.testing.assert_array_equal(features[0], jnp.tile(jnp.asarray([1.0, 2.0]), (5, 1)))
 
 
@@ -116,29 +116,31 @@ def toy_moments(order=None):
 
 
 @pytest.mark.thorough
-def test_no_epochs_change_nothing():
+def test_zero_calibration_epochs_leave_the_head_unchanged():
     head = CCVR(calibration_epochs=0).calibrated(HEAD, toy_moments(), jax.random.key(0))
     assert same(head, HEAD)
 
 
 @pytest.mark.thorough
-def test_every_pass_over_the_drawn_features_has_an_order_of_its_own():
-    def after(epochs, head):
+def test_every_calibration_epoch_shuffles_the_drawn_features_anew():
+    def head_after(epochs, head):
         method = CCVR(calibration_epochs=epochs, calibration_lr=0.5, calibration_momentum=0.0, drawn=8)
         return method.replace(calibration_batch=4).calibrated(head, toy_moments(), jax.random.key(0))
 
-    assert not np.allclose(after(2, HEAD)["kernel"], after(1, after(1, HEAD))["kernel"], atol=1e-4)
+    assert not np.allclose(head_after(2, HEAD)["kernel"], head_after(1, head_after(1, HEAD))["kernel"], atol=1e-4)
 
 
 @pytest.mark.thorough
-def test_a_class_without_samples_is_pushed_down_unless_it_leaves_the_softmax():
-    down, still = (CCVR(softmax=s).calibrated(HEAD, toy_moments(), jax.random.key(0)) for s in ("all", "present"))
-    assert down["bias"][3] < -0.01
-    assert still["bias"][3] == 0
+def test_an_absent_class_is_pushed_down_unless_it_is_left_out_of_the_softmax():
+    head_of_all, head_of_present = (
+        CCVR(softmax=s).calibrated(HEAD, toy_moments(), jax.random.key(0)) for s in ("all", "present")
+    )
+    assert head_of_all["bias"][3] < -0.01
+    assert head_of_present["bias"][3] == 0
 
 
-def states(name="ccvr", **options):
-    """After two rounds, and after the third and last."""
+def around_last_round(name="ccvr", **options):
+    """The simulation, and its states before and after the third and last round."""
     simulated = toy.simulation(name, **options)
     state, _ = toy.train(simulated, (0, 1))
     before = arrays(state)
@@ -147,8 +149,8 @@ def states(name="ccvr", **options):
 
 
 @pytest.mark.thorough
-def test_it_is_fedavg_until_the_last_round_which_changes_the_second_head_alone():
-    _, before, after = states(**ALL)
+def test_ccvr_is_fedavg_until_the_last_round_changes_the_calibrated_head_alone():
+    _, before, after = around_last_round(**ALL_CLIENTS)
     fedavg, _ = toy.train(toy.simulation("fedavg", cohort=5), (0, 1))
     assert_close(before.servers.variables, arrays(fedavg).servers.variables, 1e-6)
     assert same(before.servers.variables, after.servers.variables)
@@ -157,8 +159,8 @@ def test_it_is_fedavg_until_the_last_round_which_changes_the_second_head_alone()
 
 
 @pytest.mark.thorough
-def test_the_last_round_calibrates_with_the_features_of_all_clients_under_the_global_model():
-    simulated, before, after = states(**ALL)
+def test_the_last_round_calibrates_on_all_clients_features_of_the_global_model():
+    simulated, before, after = around_last_round(**ALL_CLIENTS)
     data = simulated.experiments[0].federation.dataset
     server = jax.tree.map(lambda x: jnp.asarray(x[0]), before.servers)
     images = jnp.asarray(data.x_train / 255.0, jnp.float32)
@@ -172,71 +174,73 @@ def test_the_last_round_calibrates_with_the_features_of_all_clients_under_the_gl
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("ga", "name"), [("trained", "ccvr"), ("calibrated", "trained")])
-def test_ga_is_of_the_model_asked_for_and_the_other_is_beside_it(ga, name):
-    _, _, after = states(ga=ga, **ALL)
+def test_ga_is_that_of_the_chosen_model_and_the_other_is_a_further_model(ga, name):
+    _, _, after = around_last_round(ga=ga, **ALL_CLIENTS)
     server = jax.tree.map(lambda x: jnp.asarray(x[0]), after.servers)
     method = CCVR(ga=ga)
-    heads = [method.generic_variables(server), method.further_models(server)[name]]
-    own = {"trained": server.variables["params"]["head"], "calibrated": server.head}
-    assert same(heads[0]["params"]["head"], own[ga])
-    assert same(heads[1]["params"]["head"], own["calibrated" if ga == "trained" else "trained"])
+    models = [method.generic_variables(server), method.further_models(server)[name]]
+    server_heads = {"trained": server.variables["params"]["head"], "calibrated": server.head}
+    assert same(models[0]["params"]["head"], server_heads[ga])
+    assert same(models[1]["params"]["head"], server_heads["calibrated" if ga == "trained" else "trained"])
 
 
 @pytest.mark.thorough
-def test_it_may_have_prototypes_too():
+def test_ccvr_can_be_combined_with_prototypes():
     simulated = toy.simulation(method=methods.get("ccvr+prototypes")(drawn=20, calibration_epochs=2), cohort=5)
     state = arrays(toy.train(simulated)[0]).servers
     assert state.valid.any()
     assert not same(state.head, state.variables["params"]["head"])
 
 
-def test_a_step_of_the_server_which_would_move_the_calibrated_model_is_refused():
+def test_a_server_optimiser_that_would_move_the_calibrated_model_is_refused():
     for name in ("ccvr+avgm", "ccvr+exp"):
         with pytest.raises(UserError, match="has rounds that train nothing, in which a step of the server would go on"):
             methods.get(name)
 
 
 @pytest.mark.thorough
-def test_with_running_statistics_of_the_clients_own_it_still_calibrates_on_the_servers():
-    how = {"model": toy.narrow_resnet(), "cohort": 5, "epochs": 1, "drawn": 20, "calibration_epochs": 2}
-    for local in (False, True):
-        simulated = toy.simulation("ccvr", local_statistics=local, **how)
+def test_calibration_uses_the_servers_statistics_with_or_without_local_ones():
+    options = {"model": toy.narrow_resnet(), "cohort": 5, "epochs": 1, "drawn": 20, "calibration_epochs": 2}
+    for local_statistics in (False, True):
+        simulated = toy.simulation("ccvr", local_statistics=local_statistics, **options)
         before, _ = toy.train(simulated, (0, 1))
         server = jax.tree.map(lambda x: jnp.array(x[0]), before.servers)
         after, _ = simulated.step(before, 2)
         data, key = toy.federation().dataset, jax.random.fold_in(jax.random.fold_in(simulated.keys[0], 2), 5)
-        owned = np.concatenate(toy.federation().partition.train)
-        images = prepare(toy.PLAIN, data.x_train[owned], None, train=False)
+        client_samples = np.concatenate(toy.federation().partition.train)
+        images = prepare(toy.PLAIN, data.x_train[client_samples], None, train=False)
         features = forward(simulated.program.model, server.variables, images, train=False)[0].features - server.shift
-        pooled = class_moments(features, jnp.asarray(data.y_train[owned]), toy.CLASSES, diagonal=False)
+        pooled = class_moments(features, jnp.asarray(data.y_train[client_samples]), toy.CLASSES, diagonal=False)
         expected = CCVR(drawn=20, calibration_epochs=2).calibrated(server.head, pooled, key, server.shift)
         assert_close(jax.tree.map(lambda x: np.array(x[0]), after.servers.head), arrays(expected), 1e-3)
 
 
 @pytest.mark.thorough
-def test_the_round_of_the_shift_sends_no_squares_and_those_before_it_nothing():
-    simulated, before, _ = states(**ALL)
+def test_only_the_last_two_rounds_send_moments_and_the_first_of_them_no_squares():
+    simulated, before, _ = around_last_round(**ALL_CLIENTS)
     server, program = jax.tree.map(lambda x: jnp.asarray(x[0]), before.servers), simulated.program
     data = toy.federation().dataset
     batch = Batch(jnp.asarray(data.x_train[:8] / 255.0, jnp.float32), jnp.asarray(data.y_train[:8]), jnp.ones(8))
-    sent = []
+    nonzero = []
     for r in range(program.setting.rounds):
         context = toy.context(model=program.model, setting=program.setting, server=server, round=jnp.int32(r))
-        moments = CCVR().summarise(server.variables, batch, context)
-        sent.append([bool(jnp.any(part != 0)) for part in moments])
-    assert sent == [[False] * 3] * (len(sent) - 2) + [[True, True, False], [True] * 3]
+        summary = CCVR().summarise(server.variables, batch, context)
+        nonzero.append([bool(jnp.any(moment != 0)) for moment in summary])
+    assert nonzero == [[False] * 3] * (len(nonzero) - 2) + [[True, True, False], [True] * 3]
 
 
-def test_a_cohort_below_all_clients_is_told():
-    simulated = toy.simulation("ccvr", **ALL)
+def test_advice_is_given_if_the_cohort_is_not_all_clients():
+    simulated = toy.simulation("ccvr", **ALL_CLIENTS)
     assert not any("take part in the last" in sentence for sentence in simulated.advice[0])
-    (few,) = [one for one in toy.simulation("ccvr", cohort=2).advice[0] if "take part in the last" in one]
-    assert "the 2 of 5 clients" in few
+    (advice,) = [
+        sentence for sentence in toy.simulation("ccvr", cohort=2).advice[0] if "take part in the last" in sentence
+    ]
+    assert "the 2 of 5 clients" in advice
 
 
 @struct.dataclass
 class Counting(Method):
-    """FedAvg whose server learns in the last rounds how many samples its clients have."""
+    """FedAvg whose server counts the samples of its clients in the last rounds."""
 
     last: int = hyperparameter(1, help="of so many rounds", static=True)
 
@@ -247,7 +251,7 @@ class Counting(Method):
         return extended(super().init_server(setting, variables, class_counts, key), seen=jnp.zeros(()))
 
     def summarise(self, variables, batch, context):
-        return batch.mask.sum()  # not 0 before the last round, so a pass that is made there is seen
+        return batch.mask.sum()  # not 0 before the last round, so a pass made there would change `seen`
 
     def upload(self, variables, summary, context):
         return (), Message(mean=variables, total=summary)
@@ -259,18 +263,18 @@ class Counting(Method):
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"lanes": 1}, {"lanes": 3, "block": 3}], ids=["jobs", "blocks"])
 @pytest.mark.parametrize("last", [1, 2])
-def test_a_pass_of_the_last_rounds_is_made_in_no_other(last, options):
+def test_a_summary_of_the_last_rounds_is_computed_in_no_other_round(last, options):
     simulated = toy.simulation(method=Counting(last), cohort=5, **options)
-    state, seen = simulated.start(), []
+    state, sample_counts = simulated.start(), []
     for r in range(3):
         state, _ = simulated.step(state, r)
-        seen.append(float(state.servers.seen[0]))
-    assert seen == [0] * (3 - last) + [sum(toy.SIZES)] * last
+        sample_counts.append(float(state.servers.seen[0]))
+    assert sample_counts == [0] * (3 - last) + [sum(toy.SIZES)] * last
     assert simulated.compilations == 1
 
 
-def setting(**known):
-    return toy.simulation("ccvr", cohort=5).program.setting._replace(**{"rarest_class": 2**20} | known)
+def setting(**changes):
+    return toy.simulation("ccvr", cohort=5).program.setting._replace(**{"rarest_class": 2**20} | changes)
 
 
 def test_covariances_that_do_not_fit_are_refused():
@@ -285,7 +289,7 @@ def test_a_single_round_is_advised_against():
 
 
 @pytest.mark.parametrize(
-    ("known", "options", "sentence"),
+    ("changes", "options", "sentence"),
     [
         ({"rarest_class": 0}, {}, "set `softmax=present`"),
         ({"rarest_class": 0}, {"softmax": "present"}, ""),
@@ -298,14 +302,14 @@ def test_a_single_round_is_advised_against():
         ({"rarest_class": 8, "feature_dim": 7}, {}, ""),
     ],
 )
-def test_classes_without_samples_and_singular_covariances_are_said(known, options, sentence):
-    advice = CCVR(**options).configure(setting(**known), None)[1]
+def test_advice_is_given_on_absent_classes_and_singular_covariances(changes, options, sentence):
+    advice = CCVR(**options).configure(setting(**changes), None)[1]
     assert len(advice) == bool(sentence)
     assert sentence in " ".join(advice)
 
 
-def test_the_engine_knows_the_rarest_class():
-    assert toy.simulation("ccvr").program.setting.rarest_class == 0  # class 3 is no client's
+def test_the_setting_counts_the_samples_of_the_rarest_class():
+    assert toy.simulation("ccvr").program.setting.rarest_class == 0  # no client has class 3
 
 
 def test_permuting_classes_permutes_the_gaussians():
@@ -323,17 +327,17 @@ def test_float32_keeps_covariances_of_features_far_from_zero():
 
 
 def error_of_float32(shift, diagonal=False):
-    """The largest error of a covariance of features at 500 with a spread of 0.5, as a part of the variance."""
+    """The largest error of a covariance, relative to the largest entry, of features around 500 with std 0.5."""
     rng = np.random.default_rng(3)
     features = (500 + 0.5 * rng.normal(size=(4000, 3))).astype(np.float32)
-    parts = [
-        class_moments(jnp.asarray(part), jnp.zeros(len(part), int), 1, diagonal=diagonal, shift=jnp.float32(shift))
-        for part in np.split(features, 8)
+    client_moments = [
+        class_moments(jnp.asarray(rows), jnp.zeros(len(rows), int), 1, diagonal=diagonal, shift=jnp.float32(shift))
+        for rows in np.split(features, 8)
     ]
-    means, spread = gaussians(jax.tree.map(lambda *x: sum(x), *parts), jnp.float32(shift))
+    means, covariances = gaussians(jax.tree.map(lambda *x: sum(x), *client_moments), jnp.float32(shift))
     np.testing.assert_allclose(means[0], features.mean(0, dtype=float), rtol=1e-6)
     exact = np.cov(features.T.astype(float))
-    return np.abs(spread[0] - (np.diag(exact) if diagonal else exact)).max() / exact.max()
+    return np.abs(covariances[0] - (np.diag(exact) if diagonal else exact)).max() / exact.max()
 
 
 @pytest.mark.parametrize("diagonal", [False, True])
@@ -352,15 +356,15 @@ def test_a_shift_changes_no_gaussian():
 
 @pytest.mark.thorough
 def test_the_shift_is_the_mean_feature_of_the_round_before_the_last():
-    simulated = toy.simulation("ccvr", lr=0.0, **ALL)
+    simulated = toy.simulation("ccvr", lr=0.0, **ALL_CLIENTS)
     state = simulated.start()
     shifts = []
     for r in range(3):
         state, _ = simulated.step(state, r)
         shifts.append(np.array(state.servers.shift[0]))
     data = simulated.experiments[0].federation.dataset
-    images, variables = jnp.asarray(data.x_train / 255.0, jnp.float32), jax.tree.map(lambda x: x[0], state.servers)
-    features = forward(simulated.program.model, variables.variables, images, train=False)[0].features
+    images, server = jnp.asarray(data.x_train / 255.0, jnp.float32), jax.tree.map(lambda x: x[0], state.servers)
+    features = forward(simulated.program.model, server.variables, images, train=False)[0].features
     assert not shifts[0].any()
     np.testing.assert_allclose(shifts[1], features.mean(0), rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(shifts[2], shifts[1])

@@ -1,4 +1,4 @@
-"""A mistake in a method of one's own is told in one sentence with the method's name, when it is traced."""
+"""A mistake in a user's own method is reported in one sentence that names the method, when it is traced."""
 
 import jax
 import jax.numpy as jnp
@@ -58,14 +58,14 @@ class Growing(Method):
 @struct.dataclass
 class Wide(Method):
     def local_update(self, evaluate, step, variables, batch, context):
-        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
-        return loss, state, taken._replace(updates=jax.tree.map(lambda x: x[None], taken.updates))
+        loss, state, taken_step = super().local_update(evaluate, step, variables, batch, context)
+        return loss, state, taken_step._replace(updates=jax.tree.map(lambda x: x[None], taken_step.updates))
 
 
 @struct.dataclass
 class Silent(Method):
     def upload(self, variables, summary, context):
-        """Says nothing."""
+        """Returns nothing."""
 
 
 @struct.dataclass
@@ -77,7 +77,7 @@ class Swapped(Method):
 @struct.dataclass
 class Nothing(Method):
     def penalty(self, variables, outputs, batch, context):
-        """Gives none."""
+        """Returns nothing."""
 
 
 @struct.dataclass
@@ -110,11 +110,11 @@ class Halved(Method):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_hook_of_the_wrong_shape_is_named(method, sentence):
+def test_a_hook_that_returns_the_wrong_type_or_shape_is_named(method, sentence):
     simulated = toy.simulation(method=method())
-    with pytest.raises(UserError, match=sentence) as caught:
-        simulated.round.lower(*arguments(simulated))
-    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=sentence) as error:
+        simulated.round.lower(*round_arguments(simulated))
+    assert "\n" not in str(error.value)
 
 
 @struct.dataclass
@@ -135,12 +135,12 @@ class Further(Method):
         return {"other": server}
 
 
-def test_a_server_without_variables_and_what_is_no_model_are_named():
+def test_a_server_without_variables_and_hooks_that_return_no_model_are_named():
     with pytest.raises(UserError, match=r"Bare\.init_server must return something with a field variables, which downl"):
         toy.simulation(method=Bare()).start()
     simulated = toy.simulation(method=Empty())
     with pytest.raises(UserError, match=r"Empty\.download must return variables of a model, with params, not a dict"):
-        simulated.round.lower(*arguments(simulated))
+        simulated.round.lower(*round_arguments(simulated))
     simulated = toy.simulation(method=Further())
     state = simulated.start()
     with pytest.raises(UserError, match=r"Further\.further_models must return variables of a model, .*, not Server"):
@@ -149,10 +149,10 @@ def test_a_server_without_variables_and_what_is_no_model_are_named():
 
 @struct.dataclass
 class Weighing(Method):
-    given: float = 1.0
+    weight_of_client_1: float = 1.0
 
     def weight(self, facts):
-        return jnp.where(facts.client == 1, self.given, 1.0)
+        return jnp.where(facts.client == 1, self.weight_of_client_1, 1.0)
 
 
 @struct.dataclass
@@ -164,7 +164,7 @@ class WeighingClasses(Method):
 @struct.dataclass
 class Advised(Method):
     def configure(self, setting, hyper):
-        """Gives nothing."""
+        """Returns nothing."""
 
 
 @struct.dataclass
@@ -187,26 +187,26 @@ class Worded(Method):
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )
-def test_a_hook_that_is_called_before_training_is_looked_at_too(method, sentence):
-    with pytest.raises(UserError) as caught:
+def test_a_hook_that_is_called_before_training_is_checked_too(method, sentence):
+    with pytest.raises(UserError) as error:
         toy.simulation(method=method).start()
-    assert str(caught.value) == sentence
+    assert str(error.value) == sentence
 
 
 @struct.dataclass
 class Wider(Method):
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        made = super().logits(model, variables, images, server, client, facts, scope=scope)
-        return jnp.concatenate([made, made], 1)
+        plain_logits = super().logits(model, variables, images, server, client, facts, scope=scope)
+        return jnp.concatenate([plain_logits, plain_logits], 1)
 
 
-def test_logits_of_other_classes_are_refused():
+def test_logits_with_a_wrong_number_of_classes_are_refused():
     simulated = toy.simulation(method=Wider())
     with pytest.raises(UserError, match=r"Wider\.logits must return an array of shape \[\d+, 4\], not \[\d+, 8\]\."):
         simulated.general(simulated.start())
 
 
-def arguments(simulated):
+def round_arguments(simulated):
     return simulated.arguments(simulated.start(), 0, simulated.plan(0))
 
 
@@ -219,12 +219,12 @@ class Misspelt(Method):
         return 0.0
 
 
-def test_a_function_that_is_nearly_a_hook_is_told_of():
+def test_a_misspelt_hook_is_reported_with_the_likely_name():
     assert misspelt(Misspelt(), Method) == ["Misspelt.penality is not a hook: did you mean `penalty`?"]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_method_has_a_function_that_is_nearly_a_hook(name):
+def test_no_registered_method_misspells_a_hook(name):
     assert misspelt(METHODS[name](), Method) == []
 
 
@@ -234,7 +234,7 @@ class Described(Method):
         return "a paper"
 
 
-def test_traits_of_another_kind_are_named():
-    data = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+def test_traits_of_the_wrong_type_are_refused():
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     with pytest.raises(UserError, match=r"Described\.traits must return a Traits, not str\."):
-        fp.simulate(data, Described(), rounds=1)
+        fp.simulate(federation, Described(), rounds=1)

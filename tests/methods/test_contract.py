@@ -1,4 +1,4 @@
-"""What every registered method must fulfil (`fedjax_pcdd.testing`); a new method is tested the day it is registered.
+"""Contract tests of all registered methods (`fedjax_pcdd.testing`): a new method is tested the day it is registered.
 
 Methods that exchange logits: test_contract_public.py.
 """
@@ -15,7 +15,7 @@ from flax import struct
 from fedjax_pcdd import methods, models, testing
 from fedjax_pcdd.methods import METHODS, Method
 
-# Hyper-parameters that switch a method's own part off; None with the reason where FedAvg is no special case of it.
+# Hyper-parameters that reduce a method to FedAvg; None, with the reason, where FedAvg is no special case of it.
 REDUCES = {
     "fedavg": {},
     "fedprox": {"mu": 0.0},
@@ -39,7 +39,7 @@ REDUCES = {
     "feddecorr": {"beta_dec": 0.0},
     "feduv": {"lam": 0.0, "mu": 0.0},
     "fedetf": None,  # another classifier
-    "fedloge": None,  # the body never learns from a head
+    "fedloge": None,  # the body never learns from a trained head
     "fedavgm": {"server_momentum": 0.0},
     "fedadam": None,  # a step of its own length, see its tests
     "fedyogi": None,
@@ -56,37 +56,37 @@ REDUCES = {
     "fedrod": {"prior_power": 0.0},
     "fedper": None,  # the last layers are never shared, see its tests
     "lgfedavg": None,  # the body is never shared, see its tests
-    "ditto": {},  # its global model, whatever the own ones do
+    "ditto": {},  # the global model, whatever the personal ones do
     "apfl": {},
     "fedtgp": None,  # models are never aggregated
     "ccvr": None,  # its last round trains nothing, see its tests
     "fml": None,  # private models stay, see its tests
 }
-# Whose defaults are too large for a test: a hundred epochs of FedTGP's server magnify float32's rounding.
-BUILT = {"fml": {"meme": "mlp"}, "fedtgp": {"server_epochs": 10}}
+# Sizes below the defaults, which are too large for a test: FedTGP's 100 server epochs magnify float32's rounding.
+SMALLER = {"fml": {"meme": "mlp"}, "fedtgp": {"server_epochs": 10}}
 
 NAMES = [name for name, method in METHODS.items() if not method().traits().needs_public]
 QUICK = ("fedavg", "fedmr", "scaffold")
 
 
 def simulation(name, **options):
-    return toy.simulation(name, **BUILT.get(name, {}), **options)
+    return toy.simulation(name, **SMALLER.get(name, {}), **options)
 
 
 ROUNDED = (testing.lanes_do_not_change_results, testing.blocks_do_not_change_results)
 SENSITIVE = ("feddecorr",)  # features of tiny spread, standardised, magnify float32's rounding: compared in float64
-FURTHER = (testing.blocks_do_not_change_results, testing.client_state_on_the_host_does_not_change_results)
+COMPILING_MORE = (testing.blocks_do_not_change_results, testing.client_state_on_the_host_does_not_change_results)
 
 
-def every(claims, methods):
-    """A case for each claim and method; those that compile further programs are of a few methods in the fast suite."""
+def contract_cases(claims, methods):
+    """A case for each claim and method; those that compile more programs are `thorough`, but for a few methods."""
     for claim, name in itertools.product(claims, methods):
-        further = pytest.mark.thorough if claim in FURTHER and name not in QUICK else ()
-        yield pytest.param(claim, name, marks=further, id=f"{claim.__name__}-{name}")
+        marks = pytest.mark.thorough if claim in COMPILING_MORE and name not in QUICK else ()
+        yield pytest.param(claim, name, marks=marks, id=f"{claim.__name__}-{name}")
 
 
-@pytest.mark.parametrize(("claim", "name"), [*every(testing.CLAIMS, NAMES)])
-def test_every_method(claim, name, request):
+@pytest.mark.parametrize(("claim", "name"), [*contract_cases(testing.CLAIMS, NAMES)])
+def test_every_method_keeps_the_contract(claim, name, request):
     if claim in ROUNDED and name in SENSITIVE:
         request.getfixturevalue("x64")
         claim(partial(simulation, name, dtype=jnp.float64))
@@ -102,15 +102,15 @@ def test_a_lane_for_every_client_does_not_change_results(name):
     )
 
 
-ALL = 5
-SHAPES = [(3, 1), (3, 2), (3, 3), (ALL, 1), (ALL, 2), (ALL, ALL)]  # lanes and b
+ALL_CLIENTS = 5
+SHAPES = [(3, 1), (3, 2), (3, 3), (ALL_CLIENTS, 1), (ALL_CLIENTS, 2), (ALL_CLIENTS, ALL_CLIENTS)]  # (lanes, block)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
 def test_lanes_and_blocks_change_results_by_rounding_alone(name, x64):
     def outcome(lanes, block):
-        simulated = simulation(name, cohort=ALL, lanes=lanes, block=block, dtype=jnp.float64)
+        simulated = simulation(name, cohort=ALL_CLIENTS, lanes=lanes, block=block, dtype=jnp.float64)
         state, report = toy.train(simulated)
         return state, report, simulated.evaluate(state, personal=True)
 
@@ -119,8 +119,8 @@ def test_lanes_and_blocks_change_results_by_rounding_alone(name, x64):
         assert_trees_all_close(outcome(lanes, block), expected, rtol=1e-10, atol=1e-10)
 
 
-# Methods with terms or sums of their own over a batch, in a form that has most of them.
-OVER_BATCHES = [
+# Methods with terms or sums of their own over a batch, with the options that switch on most of them.
+WITH_BATCH_TERMS = [
     ("fedavg", {}),
     ("fedavg+prototypes", {}),
     ("fedproc", {"prototype_features": "last_epoch"}),
@@ -149,21 +149,21 @@ OVER_BATCHES = [
 ]
 
 
-def padded():
-    """A case for each of these, and slow ones for the others, but for FedGen, whose noise is of the batch's size."""
-    others = [name for name in NAMES if name not in ("fedgen", *dict(OVER_BATCHES))]
-    return [*OVER_BATCHES, *(pytest.param(name, {}, marks=pytest.mark.slow) for name in others)]
+def padding_cases():
+    """A case for each of these, and slow ones for all others but FedGen, whose noise has the size of the batch."""
+    others = [name for name in NAMES if name not in ("fedgen", *dict(WITH_BATCH_TERMS))]
+    return [*WITH_BATCH_TERMS, *(pytest.param(name, {}, marks=pytest.mark.slow) for name in others)]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "hyper"), padded())
+@pytest.mark.parametrize(("name", "hyper"), padding_cases())
 def test_padding_does_not_change_results(name, hyper, x64):
-    wanted = {"num_classes": toy.CLASSES, "image_shape": (5, 5, 1), "param_dtype": jnp.float64}
-    model = models.build("mlp", **wanted).clone(feature_norm=True)
-    method = methods.get(name)(**BUILT.get(name, {}), **hyper)
+    model_options = {"num_classes": toy.CLASSES, "image_shape": (5, 5, 1), "param_dtype": jnp.float64}
+    model = models.build("mlp", **model_options).clone(feature_norm=True)
+    method = methods.get(name)(**SMALLER.get(name, {}), **hyper)
 
     def outcome(size):
-        options = {"cohort": ALL, "batch_size": size, "last_batch": "keep", "lanes": 1, "dtype": jnp.float64}
+        options = {"cohort": ALL_CLIENTS, "batch_size": size, "last_batch": "keep", "lanes": 1, "dtype": jnp.float64}
         return toy.train(toy.simulation(method=method, model=model, **options), (0, 1))
 
     assert_trees_all_close(outcome(max(toy.SIZES)), outcome(max(toy.SIZES) + 10), rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""FedBABU: the body is trained under a head that never moves; and fine-tuning of its parts."""
+"""FedBABU: the body is trained under a head that never moves; and fine-tuning of head and body."""
 
 import json
 
@@ -21,23 +21,23 @@ def arrays(tree):
 
 
 def moved(before, after, part):
-    """Which clients' parameters [K, ...] of a part differ from the variables [1, ...]."""
-    pairs = zip(arrays(before["params"][part]), arrays(after["params"][part]), strict=True)
-    return np.any([(a != b).any(axis=tuple(range(1, a.ndim))) for a, b in pairs], axis=0)
+    """For each client, whether its parameters [K, ...] of a part differ from the earlier ones [1, ...]."""
+    leaf_pairs = zip(arrays(before["params"][part]), arrays(after["params"][part]), strict=True)
+    return np.any([(a != b).any(axis=tuple(range(1, a.ndim))) for a, b in leaf_pairs], axis=0)
 
 
 @pytest.mark.thorough
-def test_head_keeps_its_bits_in_all_rounds():
+def test_the_head_stays_bitwise_the_same_in_all_rounds():
     simulated = toy.simulation("fedbabu")
-    first = simulated.start().servers.variables
+    initial = simulated.start().servers.variables
     state, _ = toy.train(simulated)
-    assert not moved(first, state.servers.variables, "head").any()
-    assert moved(first, state.servers.variables, "backbone").all()
+    assert not moved(initial, state.servers.variables, "head").any()
+    assert moved(initial, state.servers.variables, "backbone").all()
 
 
 @struct.dataclass
-class Kept(FedBABU):
-    """Clients keep the model they have trained."""
+class KeepsModels(FedBABU):
+    """FedBABU whose clients keep the model that they have trained."""
 
     def init_client(self, setting, server, facts, key):
         return server.variables
@@ -48,7 +48,7 @@ class Kept(FedBABU):
 
 @pytest.mark.thorough
 def test_no_client_trains_its_head():
-    simulated = toy.simulation(method=Kept(), cohort=5)
+    simulated = toy.simulation(method=KeepsModels(), cohort=5)
     before = jax.tree.map(jnp.copy, simulated.start().clients)
     state, _ = simulated.step(simulated.start(), 0)
     assert not moved(before, state.clients, "head").any()
@@ -57,25 +57,25 @@ def test_no_client_trains_its_head():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("part", "moving"), [("all", (True, True)), ("head", (True, False)), ("body", (False, True))])
-def test_fine_tuning_moves_the_part_asked_for(part, moving):
+def test_fine_tuning_moves_only_the_chosen_part(part, moving):
     simulated = toy.simulation("fedbabu", fine_tune_part=part, ga="mean_best_local")
     tuner = simulated.tuner(1)
-    first = jax.tree.map(jnp.copy, simulated.start().servers.variables)
-    state, _ = tuner.step(tuner.start(first), 0)
+    initial = jax.tree.map(jnp.copy, simulated.start().servers.variables)
+    state, _ = tuner.step(tuner.start(initial), 0)
     clients = state.clients
-    assert (moved(first, clients, "head").all(), moved(first, clients, "backbone").all()) == moving
-    assert (moved(first, clients, "head").any(), moved(first, clients, "backbone").any()) == moving
+    assert (moved(initial, clients, "head").all(), moved(initial, clients, "backbone").all()) == moving
+    assert (moved(initial, clients, "head").any(), moved(initial, clients, "backbone").any()) == moving
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ga", ["global", "mean_best_local"])
-def test_fine_tuned_models_are_kept_only_for_their_accuracy_on_all_classes(ga):
+def test_fine_tuning_returns_a_ga_only_if_ga_is_that_of_the_tuned_models(ga):
     simulated = toy.simulation("fedbabu", ga=ga)
     tuner = simulated.tuner(1)
-    (by_protocol,), local = fine_tuned(tuner, tuner.start(simulated.start().servers.variables), 3)
+    (by_protocol,), tuned_ga = fine_tuned(tuner, tuner.start(simulated.start().servers.variables), 3)
     pa = by_protocol["last"]["pa"]
     assert np.all((pa >= 0) & (pa <= 1))
-    assert (local is None) == (ga == "global")
+    assert (tuned_ga is None) == (ga == "global")
 
 
 @pytest.mark.thorough
@@ -100,14 +100,14 @@ def last_row(folder):
 
 
 @pytest.mark.thorough
-def test_ga_of_a_run_is_that_of_the_fine_tuned_models_where_asked_for(tmp_path):
+def test_a_run_reports_ga_of_fine_tuned_models_beside_that_of_the_global_one(tmp_path):
     summary = small_run(tmp_path / "run", "fedbabu", ga="mean_best_local")
     assert summary["ga_global_last"] == last_row(tmp_path / "run")["ga"]
     assert 0 <= summary["ga_last"] != summary["ga_global_last"]
 
 
 @pytest.mark.thorough
-def test_run_reports_heads_fine_tuned_after_the_last_round_beside_the_others(tmp_path):
+def test_a_run_reports_accuracies_of_fine_tuned_heads_beside_the_others(tmp_path):
     summary = small_run(tmp_path / "run", "fedrep", fine_tune_heads=True)
     assert summary["pa_last"] == last_row(tmp_path / "run")["pa"]
     assert summary["pa_tuned"] > summary["pa_last"]

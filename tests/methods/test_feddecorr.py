@@ -15,16 +15,16 @@ FORMS = pytest.mark.parametrize("form", ["offdiag", "frobenius"])
 
 
 @pytest.mark.parametrize(("form", "expected"), [("offdiag", 1 / 3), ("frobenius", 0.625)])
-def test_decorrelation_has_the_sheets_value(form, expected):
+def test_decorrelation_has_the_value_of_the_worked_example(form, expected):
     triangle = jnp.asarray([[0.0, 0.0], [1.0, 2.0], [2.0, 1.0]])
     np.testing.assert_allclose(batch_decorrelation(triangle, form=form), expected, rtol=1e-6)
 
 
 @FORMS
-def test_scale_and_offset_of_a_dimension_change_nothing(form):
-    moved = FEATURES * jnp.asarray([2.0, -0.5, 1.0, 7.0]) + jnp.asarray([0.0, 3.0, -1.0, 9.0])
+def test_scaling_and_shifting_dimensions_change_nothing(form):
+    transformed = FEATURES * jnp.asarray([2.0, -0.5, 1.0, 7.0]) + jnp.asarray([0.0, 3.0, -1.0, 9.0])
     expected = batch_decorrelation(FEATURES, form=form)
-    np.testing.assert_allclose(batch_decorrelation(moved, form=form), expected, rtol=1e-4)
+    np.testing.assert_allclose(batch_decorrelation(transformed, form=form), expected, rtol=1e-4)
 
 
 @FORMS
@@ -44,19 +44,19 @@ def test_equal_dimensions_have_the_largest_loss():
 
 
 @FORMS
-def test_a_dimension_without_spread_is_finite_and_has_no_gradient(form):
+def test_a_constant_dimension_has_a_finite_loss_and_no_gradient(form):
     value, gradient = jax.value_and_grad(lambda z: batch_decorrelation(z, form=form))(FEATURES.at[:, 1].set(3.7))
     assert np.all(np.isfinite([value, *gradient.ravel()]))
     np.testing.assert_allclose(gradient[:, 1], 0, atol=1e-3)
 
 
-def test_a_single_dimension_has_no_pair():
+def test_a_single_dimension_has_no_loss_and_no_gradient():
     value, gradient = jax.value_and_grad(batch_decorrelation)(FEATURES[:, :1])
     assert value == 0
     assert np.all(gradient == 0)
 
 
-def test_forms_differ_by_their_scale_and_the_diagonal():
+def test_the_forms_differ_by_their_scale_and_the_diagonal():
     size, dim = FEATURES.shape
     frobenius = batch_decorrelation(FEATURES, form="frobenius")
     expected = (size - 1) ** 2 / size * (dim**2 * frobenius - dim) / (dim * (dim - 1))
@@ -72,8 +72,8 @@ def test_unknown_form_is_refused():
         batch_decorrelation(FEATURES, form="frob")
 
 
-def test_advice_is_given_where_nothing_can_correlate():
+def test_advice_is_given_if_there_is_nothing_to_decorrelate():
     setting = Setting(5, 4, 1, 1, 1, 8, False)
     assert FedDecorr().configure(setting, None)[1] == []
-    for small in (setting._replace(batch_size=1), setting._replace(feature_dim=1)):
-        assert "nothing to decorrelate" in FedDecorr().configure(small, None)[1][0]
+    for small_setting in (setting._replace(batch_size=1), setting._replace(feature_dim=1)):
+        assert "nothing to decorrelate" in FedDecorr().configure(small_setting, None)[1][0]

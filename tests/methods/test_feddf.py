@@ -29,25 +29,27 @@ from fedjax_pcdd.methods.method import Message, Method, Server, ServerContext, U
 from fedjax_pcdd.methods.server_training import train_on_public
 from fedjax_pcdd.models.classifier import initialise
 
-ORDINARY = toy.public_images(20)
+PUBLIC_IMAGES = toy.public_images(20)
 
 
 def prepared(index, key):
-    return prepare(toy.PLAIN, jnp.asarray(ORDINARY)[index], key, train=key is not None)
+    return prepare(toy.PLAIN, jnp.asarray(PUBLIC_IMAGES)[index], key, train=key is not None)
 
 
-PUBLIC = Unlabelled(jnp.asarray(ORDINARY), prepared)
+PUBLIC = Unlabelled(jnp.asarray(PUBLIC_IMAGES), prepared)
 TEACHERS = [variables(k) for k in (1, 2, 3)]
 
 
 def distilled(**hyper):
-    """A student after a few steps on the server towards three teachers."""
+    """The student after a few server steps towards three teachers."""
     method = FedDF(**{"server_steps": 3, "server_batch": 8, "server_lr": 0.01} | hyper)
-    parts = [method.upload(v, (), context(public=PUBLIC))[1] for v in TEACHERS]
-    total = jax.tree.map(lambda *x: sum(x), *(message.total for message in parts))
+    messages = [method.upload(v, (), context(public=PUBLIC))[1] for v in TEACHERS]
+    total = jax.tree.map(lambda *x: sum(x), *(message.total for message in messages))
     server = Server(variables(9))
-    known = ServerContext(MODEL, None, None, jnp.zeros((), int), None, len(parts), jax.random.key(5), PUBLIC)
-    return arrays(method.aggregate(server, Message(variables(9), total), None, known).variables)
+    server_context = ServerContext(
+        MODEL, None, None, jnp.zeros((), int), None, len(messages), jax.random.key(5), PUBLIC
+    )
+    return arrays(method.aggregate(server, Message(variables(9), total), None, server_context).variables)
 
 
 def distance(student, **hyper):
@@ -56,19 +58,21 @@ def distance(student, **hyper):
 
 
 @pytest.mark.thorough
-def test_the_student_comes_nearer_to_its_teachers():
+def test_distillation_brings_the_student_nearer_to_its_teachers():
     assert distance(distilled(server_steps=30)) < 0.5 * distance(variables(9))
 
 
 @pytest.mark.thorough
-def test_every_step_on_the_server_has_images_of_its_own():
-    known = ServerContext(MODEL, None, None, jnp.zeros((), int), None, 1, jax.random.key(5), PUBLIC)
+def test_every_server_step_draws_its_own_images():
+    server_context = ServerContext(MODEL, None, None, jnp.zeros((), int), None, 1, jax.random.key(5), PUBLIC)
 
-    def after(steps, start):
-        return train_on_public(start, lambda logits, _: logits[:, 0].mean(), known, optax.sgd(0.1), steps=steps, size=4)
+    def student_after(steps, start):
+        return train_on_public(
+            start, lambda logits, _: logits[:, 0].mean(), server_context, optax.sgd(0.1), steps=steps, size=4
+        )
 
-    two, twice = after(2, TEACHERS[0]), after(1, after(1, TEACHERS[0]))
-    assert not np.allclose(two["params"]["head"]["kernel"], twice["params"]["head"]["kernel"], atol=1e-4)
+    two_steps, one_step_twice = student_after(2, TEACHERS[0]), student_after(1, student_after(1, TEACHERS[0]))
+    assert not np.allclose(two_steps["params"]["head"]["kernel"], one_step_twice["params"]["head"]["kernel"], atol=1e-4)
 
 
 @pytest.mark.thorough
@@ -80,24 +84,24 @@ def test_every_step_on_the_server_has_images_of_its_own():
     ],
     ids=lambda option: next(iter(option)),
 )  # fmt: skip
-def test_an_option_of_the_server_changes_its_training(option):
+def test_each_option_of_the_server_changes_the_student(option):
     assert not same(distilled(), distilled(**option))
 
 
 @pytest.mark.thorough
-def test_the_learning_rate_falls_to_nothing():
+def test_the_learning_rate_on_the_server_decays_to_zero():
     assert_equal(distilled(server_steps=2, server_decay_steps=2), distilled(server_steps=5, server_decay_steps=2))
 
 
 @pytest.mark.thorough
 def test_teachers_count_equally_in_the_target():
     method = FedDF()
-    parts = [method.upload(v, (), context(public=PUBLIC))[1].total.value for v in TEACHERS]
+    targets = [method.upload(v, (), context(public=PUBLIC))[1].total.value for v in TEACHERS]
     expected = jnp.stack([logits(v, prepared(jnp.arange(20), None)) for v in TEACHERS]).mean(0)
-    np.testing.assert_allclose(sum(parts) / len(parts), expected, 1e-5, 1e-6)
+    np.testing.assert_allclose(sum(targets) / len(targets), expected, 1e-5, 1e-6)
 
 
-def simulated(method, cohort=3):
+def simulation(method, cohort=3):
     base = toy.simulation(cohort=5)
     experiment = base.experiments[0]._replace(method=method)
     public = (toy.public_images(), toy.PLAIN) if method.traits().public else None
@@ -105,20 +109,20 @@ def simulated(method, cohort=3):
 
 
 @pytest.mark.thorough
-def test_without_steps_on_the_server_it_is_fedavg_to_the_bit():
-    state, _ = toy.train(simulated(FedDF(server_steps=0)), (0, 1))
-    expected, _ = toy.train(simulated(Method()), (0, 1))
+def test_without_server_steps_feddf_is_bitwise_fedavg():
+    state, _ = toy.train(simulation(FedDF(server_steps=0)), (0, 1))
+    expected, _ = toy.train(simulation(Method()), (0, 1))
     assert_equal(arrays(state.servers), arrays(expected.servers))
 
 
 @pytest.mark.thorough
-def test_the_student_begins_as_the_weighted_mean():
-    state, _ = toy.train(simulated(FedDF(server_steps=2, server_lr=1e-12, server_batch=8)), (0,))
-    expected, _ = toy.train(simulated(Method()), (0,))
-    for one, other in zip(
+def test_the_student_starts_as_the_weighted_mean_of_the_models():
+    state, _ = toy.train(simulation(FedDF(server_steps=2, server_lr=1e-12, server_batch=8)), (0,))
+    expected, _ = toy.train(simulation(Method()), (0,))
+    for leaf, expected_leaf in zip(
         jax.tree.leaves(arrays(state.servers)), jax.tree.leaves(arrays(expected.servers)), strict=True
     ):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+        np.testing.assert_allclose(leaf, expected_leaf, atol=1e-6)
 
 
 def test_a_student_that_is_its_only_teacher_has_nothing_to_learn():
@@ -131,39 +135,40 @@ def test_a_student_that_is_its_only_teacher_has_nothing_to_learn():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("option", [{"temperature": 3.0}, {"ensemble": "avg_probs"}], ids=["temperature", "ensemble"])
-def test_an_option_of_the_ensemble_changes_the_exchange(option):
+def test_each_option_of_the_ensemble_changes_the_exchange(option):
     base = toy.groups("feddf", necks=ONE, form="participants", **SGD)
     assert not same(exchanged(base), exchanged(toy.groups("feddf", necks=ONE, form="participants", **SGD, **option)))
 
 
-def test_teachers_are_in_the_mode_asked_for():
+def test_teachers_run_in_the_chosen_mode():
     model = MODEL.clone(feature_norm=True)
-    own = initialise(model, jax.random.key(0), (5, 5, 1))
-    held = context(model=model)
-    said = {
-        mode: FedDF(form="participants", teacher_mode=mode).say(own, public_batch(), held) for mode in ("eval", "train")
+    teacher = initialise(model, jax.random.key(0), (5, 5, 1))
+    client_context = context(model=model)
+    teacher_logits = {
+        mode: FedDF(form="participants", teacher_mode=mode).say(teacher, public_batch(), client_context)
+        for mode in ("eval", "train")
     }
-    np.testing.assert_allclose(said["eval"], logits(own, images(), model), 1e-6)
-    assert not np.allclose(said["eval"], said["train"])
+    np.testing.assert_allclose(teacher_logits["eval"], logits(teacher, images(), model), 1e-6)
+    assert not np.allclose(teacher_logits["eval"], teacher_logits["train"])
 
 
-def test_the_form_decides_who_keeps_a_model():
+def test_the_form_decides_whether_clients_keep_models_and_exchange_logits():
     server, participants = FedDF().traits(), FedDF(form="participants").traits()
     assert (server.own_models, server.public, server.exchange, server.target) == (False, True, "never", "generic")
-    own = participants.own_models, participants.public, participants.exchange, participants.target
-    assert own == (True, False, "before", "personal")
+    participant_traits = participants.own_models, participants.public, participants.exchange, participants.target
+    assert participant_traits == (True, False, "before", "personal")
 
 
-def test_models_are_averaged_between_participants_only():
+def test_only_the_participants_form_averages_models_between_clients():
     assert FedDF(average="trained").traits().averages == "never"
     assert FedDF(form="participants", average="trained").traits().averages == "trained"
 
 
 def test_in_the_exchange_all_participants_have_the_same_target():
-    said = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 4)))
-    _, targets = FedDF(form="participants").agree((), said, None)
+    sent_logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 4)))
+    _, targets = FedDF(form="participants").agree((), sent_logits, None)
     for target in targets:
-        np.testing.assert_allclose(target, said.mean(0), 1e-5, 1e-6)
+        np.testing.assert_allclose(target, sent_logits.mean(0), 1e-5, 1e-6)
 
 
 @pytest.mark.thorough

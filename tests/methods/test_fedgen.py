@@ -26,7 +26,7 @@ SMALL = {"hidden": 8, "noise_dim": 3, "generator_steps": 4, "generator_lr": 0.01
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("g", cases("fedgen"))
-def test_diversity_agrees_with_the_vectors(g):
+def test_diversity_agrees_with_the_golden_vectors(g):
     noise, layer = jnp.asarray(g["in_noise"]), jnp.asarray(g["in_layer"])
     value, gradient = jax.value_and_grad(lambda x: diversity(noise, x))(layer)
     np.testing.assert_allclose(value, g["out_diversity"], 1e-9)
@@ -36,7 +36,7 @@ def test_diversity_agrees_with_the_vectors(g):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("g", cases("fedgen"))
-def test_teachers_loss_agrees_with_the_vectors(g, broadcast):
+def test_teachers_loss_agrees_with_the_golden_vectors(g, broadcast):
     logits, labels, shares = (jnp.asarray(g[k]) for k in ("in_user_logits", "in_y", "in_label_weights"))
     value = ensemble_loss(logits, labels, shares.T, broadcast=broadcast)
     np.testing.assert_allclose(value, g["out_teacher_loss" + "_broadcast" * broadcast], 1e-9)
@@ -44,14 +44,14 @@ def test_teachers_loss_agrees_with_the_vectors(g, broadcast):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("g", cases("fedgen"))
-def test_divergence_agrees_with_the_vectors(g):
+def test_divergence_agrees_with_the_golden_vectors(g):
     generated, logits = jnp.asarray(g["in_logits_gen"]), jnp.asarray(g["in_logits"])
     value, gradient = jax.value_and_grad(lambda x: latent_kl(generated, x))(logits)
     np.testing.assert_allclose(value, g["out_latent_kl"], 1e-9)
     np.testing.assert_allclose(gradient, g["out_grad_logits"], 1e-9, 1e-12)
 
 
-def test_diversity_has_the_sheets_value():
+def test_diversity_has_the_value_of_the_worked_example():
     value = diversity(jnp.array([[0.0], [1.0]]), jnp.array([[0.0], [2.0]]))
     np.testing.assert_allclose(value, np.exp(-1), 1e-6)
 
@@ -62,63 +62,67 @@ def test_diversity_is_1_for_identical_latents_and_less_for_others():
     assert 0 < diversity(noise, 9 * noise) < 1
 
 
-def test_the_generated_side_of_the_divergence_is_constant():
+def test_the_generated_side_of_the_divergence_has_no_gradient():
     gradient = jax.grad(lambda x: latent_kl(x, jnp.ones((2, 3))))(jnp.eye(2, 3))
     assert not gradient.any()
 
 
 def test_samples_of_unknown_labels_add_nothing_but_stay_in_the_divisor():
     generated, logits = jnp.array([[2.0, 0.0], [0.0, 9.0]]), jnp.zeros((2, 2))
-    part = latent_kl(generated, logits, valid=jnp.array([True, False]))
-    np.testing.assert_allclose(part, latent_kl(generated[:1], logits[:1]) / 2, 1e-6)
+    value = latent_kl(generated, logits, valid=jnp.array([True, False]))
+    np.testing.assert_allclose(value, latent_kl(generated[:1], logits[:1]) / 2, 1e-6)
 
 
 def test_shares_of_an_owned_class_add_up_to_1():
     np.testing.assert_allclose(label_shares(COUNTS).sum(0), [1, 1, 1, 0])
 
 
-def test_labels_are_drawn_from_all_allowed_classes_alone():
+def test_labels_are_drawn_from_exactly_the_allowed_classes():
     labels = draw_labels(jax.random.key(0), jnp.array([False, True, False, True]), 100)
     assert set(labels.tolist()) == {1, 3}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("noise", "low", "mean"), [("uniform", 0.0, 0.5), ("gaussian", -9.0, 0.0)])
-def test_noise_has_its_law(noise, low, mean):
+@pytest.mark.parametrize(("noise", "mean", "spread"), [("uniform", 0.5, 12**-0.5), ("gaussian", 0.0, 1.0)])
+def test_noise_has_the_chosen_distribution(noise, mean, spread):
     generator = initialise_generator(jax.random.key(0), CLASSES, DIM, 50, 3)
-    drawn, _, _ = generate(generator, jax.random.key(1), jnp.zeros(200, int), CLASSES, noise=noise)
-    assert drawn.shape == (200, 50)
-    assert drawn.min() >= low
-    np.testing.assert_allclose(drawn.mean(), mean, atol=0.02)
+    samples, _, _ = generate(generator, jax.random.key(1), jnp.zeros(200, int), CLASSES, noise=noise)
+    assert samples.shape == (200, 50)
+    np.testing.assert_allclose(samples.mean(), mean, atol=0.02)
+    np.testing.assert_allclose(samples.std(), spread, rtol=0.03)
+    assert (noise == "uniform") == bool((samples >= 0).all() and (samples <= 1).all())
 
 
 @pytest.mark.thorough
-def test_a_generator_in_training_moves_its_statistics_and_in_use_does_not():
+def test_running_statistics_of_the_generator_move_only_in_training():
     generator = initialise_generator(jax.random.key(0), CLASSES, DIM, 2, 3)
     arguments = generator, jax.random.key(1), jnp.arange(CLASSES), CLASSES
-    _, _, trained = generate(*arguments, train=True)
-    assert (trained["batch_stats"]["norm"]["mean"] != generator["batch_stats"]["norm"]["mean"]).any()
+    _, _, new_statistics = generate(*arguments, train=True)
+    assert (new_statistics["batch_stats"]["norm"]["mean"] != generator["batch_stats"]["norm"]["mean"]).any()
     assert generate(*arguments)[2] == {}
 
 
 @pytest.mark.thorough
-def test_every_step_of_the_generator_has_noise_of_its_own():
+def test_every_step_of_the_generator_draws_its_own_noise():
     optimiser = adam(0.01, 0.0)
 
-    def after(steps, generator, state):
-        how = {"size": BATCH, "steps": steps, "noise": "uniform"}
+    def trained_by(steps, generator, state):
+        options = {"size": BATCH, "steps": steps, "noise": "uniform"}
         allowed = jnp.ones(CLASSES, bool)
         return train_generator(
-            generator, state, optimiser, lambda _, z, y: (z[:, 0] * y).mean(), jax.random.key(2), allowed, **how
+            generator, state, optimiser, lambda _, z, y: (z[:, 0] * y).mean(), jax.random.key(2), allowed, **options
         )
 
     generator = initialise_generator(jax.random.key(0), CLASSES, DIM, 3, 8)
     start = generator, optimiser.init(generator["params"])
-    two, twice = (trained["params"]["fc1"]["kernel"] for trained, _ in (after(2, *start), after(1, *after(1, *start))))
-    assert not np.allclose(two, twice, atol=1e-4)
+    two_steps, one_step_twice = (
+        trained["params"]["fc1"]["kernel"]
+        for trained, _ in (trained_by(2, *start), trained_by(1, *trained_by(1, *start)))
+    )
+    assert not np.allclose(two_steps, one_step_twice, atol=1e-4)
 
 
-def small(**options):
+def small_fedgen(**options):
     return FedGen(**{**SMALL, **options}).configure(SETTING, None)[0]
 
 
@@ -132,7 +136,7 @@ def heads():
     return jax.tree.map(lambda *x: jnp.stack(x), *[head(k) for k in range(3)])
 
 
-def fresh(method, **changed):
+def initial_server(method, **changed):
     variables = {"params": {"head": head()}}
     return method.init_server(SETTING, variables, COUNTS, jax.random.key(0))._replace(**changed)
 
@@ -144,8 +148,8 @@ def message(counts=COUNTS):
 @jax.jit
 def _aggregate(method, server, message, weights, key):
     clients = jnp.arange(len(weights))
-    known = ServerContext(None, SETTING, None, 0, clients, len(weights), key)
-    return method.aggregate(server, message, weights, known)
+    server_context = ServerContext(None, SETTING, None, 0, clients, len(weights), key)
+    return method.aggregate(server, message, weights, server_context)
 
 
 def aggregated(method, server, message, weights=WEIGHTS, seed=0):
@@ -153,8 +157,8 @@ def aggregated(method, server, message, weights=WEIGHTS, seed=0):
 
 
 def generator_after(counts=COUNTS, trained=0, seed=0, **options):
-    method = small(**options)
-    server = aggregated(method, fresh(method, trained=jnp.array(trained)), message(counts), seed=seed)
+    method = small_fedgen(**options)
+    server = aggregated(method, initial_server(method, trained=jnp.array(trained)), message(counts), seed=seed)
     return server.generator["params"]
 
 
@@ -174,16 +178,16 @@ def generator_after(counts=COUNTS, trained=0, seed=0, **options):
     ],
     ids=str,
 )
-def test_options_of_the_generator_change_it(options):
+def test_each_option_of_the_generator_changes_it(options):
     counts = COUNTS + 1
-    default, other = (generator_after(counts, trained=1, **o)["fc2"]["kernel"] for o in ({}, options))
-    assert jnp.abs(default - other).max() > 1e-6
+    default, changed = (generator_after(counts, trained=1, **overrides)["fc2"]["kernel"] for overrides in ({}, options))
+    assert jnp.abs(default - changed).max() > 1e-6
 
 
 @pytest.mark.thorough
 def test_the_generator_learns_what_the_heads_teach():
-    method = small(generator_lr=0.02, diversity=0.0)
-    server = trained = fresh(method)
+    method = small_fedgen(generator_lr=0.02, diversity=0.0)
+    server = trained = initial_server(method)
     for _ in range(40):
         trained = aggregated(method, trained, message())
 
@@ -198,66 +202,66 @@ def test_the_generator_learns_what_the_heads_teach():
 
 @pytest.mark.thorough
 def test_the_generator_knows_classes_with_more_than_one_sample():
-    method = small()
-    np.testing.assert_array_equal(aggregated(method, fresh(method), message()).known, OWNED)
+    method = small_fedgen()
+    np.testing.assert_array_equal(aggregated(method, initial_server(method), message()).known, OWNED)
 
 
 @pytest.mark.thorough
 def test_counts_of_seen_labels_make_no_missing_class_known():
-    method = small(label_counts="seen")
-    np.testing.assert_array_equal(aggregated(method, fresh(method), message(COUNTS + 1)).known, OWNED)
+    method = small_fedgen(label_counts="seen")
+    np.testing.assert_array_equal(aggregated(method, initial_server(method), message(COUNTS + 1)).known, OWNED)
 
 
 @pytest.mark.thorough
 def test_clients_without_weight_teach_nothing():
-    method, weights = small(), jnp.array([0.5, 0.5, 0.0])
-    known = aggregated(method, fresh(method), message(), weights).known
+    method, weights = small_fedgen(), jnp.array([0.5, 0.5, 0.0])
+    known = aggregated(method, initial_server(method), message(), weights).known
     np.testing.assert_array_equal(known, [True, False, False, False])
 
 
 @pytest.mark.parametrize(("stale", "expected"), [("carry", [True, True, False, True]), ("drop", OWNED)])
 def test_a_class_without_participants_is_carried_or_dropped(stale, expected):
-    method = small(stale=stale)
-    server = fresh(method, known=jnp.array([False, False, False, True]))
+    method = small_fedgen(stale=stale)
+    server = initial_server(method, known=jnp.array([False, False, False, True]))
     np.testing.assert_array_equal(aggregated(method, server, message()).known, expected)
 
 
-def test_without_any_label_the_generator_stays():
-    method = small()
-    server = fresh(method)
+def test_without_any_labels_the_generator_is_not_trained():
+    method = small_fedgen()
+    server = initial_server(method)
     after = aggregated(method, server, message(0 * COUNTS))
-    parts = ("generator", "optimiser", "trained")
-    for part in parts:
-        jax.tree.map(np.testing.assert_array_equal, getattr(after, part), getattr(server, part))
+    fields = ("generator", "optimiser", "trained")
+    for field in fields:
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, field), getattr(server, field))
 
 
 @pytest.mark.parametrize("trained", [0, 2])
-def test_the_learning_rate_of_the_generator_falls(trained):
+def test_the_learning_rate_of_the_generator_decays(trained):
     options = {"generator_steps": 1, "generator_lr": 0.02, "generator_lr_decay": 0.5}
-    before = fresh(small(**options)).generator["params"]
-    moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), generator_after(trained=trained, **options), before)
-    np.testing.assert_allclose(max(jax.tree.leaves(moved)), 0.02 * 0.5**trained, rtol=1e-3)  # Adam's first step
+    before = initial_server(small_fedgen(**options)).generator["params"]
+    largest_steps = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), generator_after(trained=trained, **options), before)
+    np.testing.assert_allclose(max(jax.tree.leaves(largest_steps)), 0.02 * 0.5**trained, rtol=1e-3)  # Adam's first step
 
 
-def test_decay_of_the_generator_is_part_of_the_gradient():
+def test_weight_decay_of_the_generator_is_part_of_the_gradient():
     optimiser, params = adam(0.1, 0.01), jnp.ones(2)
     updates, _ = optimiser.update(jnp.zeros(2), optimiser.init(params), params)
-    np.testing.assert_allclose(updates, -0.1, rtol=1e-4)  # beside it, it would be -0.1 * 0.01
+    np.testing.assert_allclose(updates, -0.1, rtol=1e-4)  # decoupled decay would give -0.1 * 0.01
 
 
 @pytest.mark.thorough
-def test_the_generator_draws_by_the_key_of_the_round():
+def test_the_generators_draws_depend_on_the_key_of_the_round():
     first, second = (generator_after(seed=round)["fc2"]["kernel"] for round in (0, 1))
     assert jnp.abs(first - second).max() > 1e-6
 
 
-def test_the_server_holds_plain_numbers_alone():
-    leaves = jax.tree.leaves(fresh(small()))
+def test_the_server_state_has_only_arrays_of_plain_numbers():
+    leaves = jax.tree.leaves(initial_server(small_fedgen()))
     assert {str(x.dtype) for x in leaves} <= {"float32", "int32", "uint32", "bool"}
 
 
 @pytest.mark.parametrize(("dim", "hidden", "noise"), [(84, 256, 32), (512, 512, 64)])
-def test_sizes_follow_the_model_by_default(dim, hidden, noise):
+def test_default_sizes_of_the_generator_follow_the_model(dim, hidden, noise):
     method = FedGen().configure(SETTING._replace(feature_dim=dim), None)[0]
     assert (method.hidden, method.noise_dim, method.synthetic_batch) == (hidden, noise, BATCH)
 
@@ -271,11 +275,11 @@ def _penalty(method, params, features, server, batch, round, epoch):
 
 
 def penalty(known=OWNED, round=1, epoch=0, labels=(0, 1, 0, 1, 0, 1), gradient=False, mask=(1,) * BATCH, **options):
-    """The client's generated terms; with `gradient` their gradient for (head, features)."""
-    method = small(**options)
+    """The loss terms of generated features; with `gradient`, their gradients for (head, features)."""
+    method = small_fedgen(**options)
     features = jax.random.normal(jax.random.key(5), (BATCH, DIM))
     batch = Batch(features, jnp.array(labels), jnp.array(mask, float))
-    server = fresh(method, known=jnp.array(known))
+    server = initial_server(method, known=jnp.array(known))
 
     def value(params, features):
         return _penalty(method, params, features, server, batch, round, epoch)
@@ -289,20 +293,20 @@ def log_softmax(x):
 
 
 @pytest.mark.thorough
-def test_penalty_is_the_sheets_in_a_later_round_with_another_batch_and_an_unknown_label():
-    method, size, labels = small(synthetic_batch=4), 4, np.array([0, 1, 2, 1, 0, 1])
-    server = fresh(method, known=jnp.array(OWNED))
+def test_penalty_follows_its_formula_in_a_later_round_with_an_unknown_label():
+    method, size, labels = small_fedgen(synthetic_batch=4), 4, np.array([0, 1, 2, 1, 0, 1])
+    server = initial_server(method, known=jnp.array(OWNED))
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 2))
-    drawn = np.array(draw_labels(keys[0], server.known, size))
-    wanted = jnp.concatenate([drawn, labels])
-    _, latents, _ = generate(server.generator, keys[1], wanted, CLASSES)
+    drawn_labels = np.array(draw_labels(keys[0], server.known, size))
+    generated_labels = jnp.concatenate([drawn_labels, labels])
+    _, latents, _ = generate(server.generator, keys[1], generated_labels, CLASSES)
     kernel, bias = np.array(head()["kernel"]), np.array(head()["bias"])
-    generated = log_softmax(latents @ kernel + bias)
-    predicted = log_softmax(jax.random.normal(jax.random.key(5), (BATCH, DIM)) @ kernel + bias)
-    teaching = -generated[np.arange(size), drawn].mean() * size / BATCH
-    divergence = (np.exp(generated[size:]) * (generated[size:] - predicted)).sum(-1)
+    generated_log_probs = log_softmax(latents @ kernel + bias)
+    predicted_log_probs = log_softmax(jax.random.normal(jax.random.key(5), (BATCH, DIM)) @ kernel + bias)
+    head_loss = -generated_log_probs[np.arange(size), drawn_labels].mean() * size / BATCH
+    divergence = (np.exp(generated_log_probs[size:]) * (generated_log_probs[size:] - predicted_log_probs)).sum(-1)
     weight = 0.98**2
-    expected = weight * (teaching + divergence[labels != 2].sum() / BATCH)
+    expected = weight * (head_loss + divergence[labels != 2].sum() / BATCH)
     np.testing.assert_allclose(penalty(round=2, labels=labels, synthetic_batch=size), expected, 1e-5)
 
 
@@ -329,12 +333,12 @@ def test_the_divergence_leaves_unknown_labels_out():
 
 
 def test_the_divergence_leaves_masked_samples_out():
-    half = [penalty(alpha=0.0, mask=mask) for mask in ([1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1])]
-    np.testing.assert_allclose(np.mean(half), penalty(alpha=0.0), 1e-5)
-    assert abs(half[0] - half[1]) > 1e-3
+    halves = [penalty(alpha=0.0, mask=mask) for mask in ([1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1])]
+    np.testing.assert_allclose(np.mean(halves), penalty(alpha=0.0), 1e-5)
+    assert abs(halves[0] - halves[1]) > 1e-3
 
 
-def test_coefficients_of_zero_leave_nothing():
+def test_the_penalty_is_zero_with_zero_coefficients():
     assert penalty(alpha=0.0, beta_kl=0.0) == 0
 
 
@@ -348,30 +352,30 @@ def test_coefficients_stay_above_the_floor():
     np.testing.assert_allclose(penalty(round=900, floor=1.0), penalty(round=0), 1e-5)
 
 
-def test_generated_terms_end_after_their_epochs():
+def test_generated_features_are_used_only_in_the_first_synthetic_epochs():
     assert penalty(epoch=19) > 0
     assert penalty(epoch=20) == 0
     assert penalty(epoch=2, synthetic_epochs=2) == 0
 
 
 @pytest.mark.thorough
-def test_more_generated_features_weigh_more():
+def test_the_weight_of_generated_features_grows_with_their_number():
     few, many = (penalty(beta_kl=0.0, synthetic_batch=size) for size in (500, 1000))
     np.testing.assert_allclose(many / few, 2, 0.1)
 
 
-def seen_after_two_batches():
-    method = small(label_counts="seen")
+def message_after_two_batches():
+    method = small_fedgen(label_counts="seen")
     context = linear_model.context(method, [1] * CLASSES, features=DIM)
-    variables = method.download(fresh(method), ())
+    variables = method.download(initial_server(method), ())
     batch = Batch(jnp.zeros(()), jnp.array([0, 0, 2]), jnp.array([1.0, 1.0, 0.0]))
     for _ in range(2):
         variables |= method.local_update(lambda _: Evaluated(0.0, {}, ()), lambda _: None, variables, batch, context)[1]
     return method.upload(variables, (), context)[1]
 
 
-def test_seen_labels_are_counted_from_1():
-    np.testing.assert_array_equal(seen_after_two_batches().each[1], [5, 1, 1, 1])
+def test_counts_of_seen_labels_start_from_1():
+    np.testing.assert_array_equal(message_after_two_batches().each[1], [5, 1, 1, 1])
 
 
 @pytest.mark.thorough
@@ -384,5 +388,5 @@ def test_a_round_that_counts_seen_labels_teaches_the_classes_seen():
 
 
 @pytest.mark.thorough
-def test_counts_are_no_part_of_the_model_sent():
-    assert set(seen_after_two_batches().mean) == {"params"}
+def test_label_counts_are_not_part_of_the_model_sent():
+    assert set(message_after_two_batches().mean) == {"params"}

@@ -37,13 +37,13 @@ def logits(g, variables, *, scope="generic", biases="script"):
 
 @pytest.mark.usefixtures("x64")
 @golden
-def test_losses_and_gradients_agree_with_the_vectors(g):
+def test_losses_and_gradients_agree_with_the_golden_vectors(g):
     method, server = FedLoGe(), server_of(g)
-    known = context(method, g["in_counts"], features=g["in_f"].shape[1])._replace(server=server)
+    client_context = context(method, g["in_counts"], features=g["in_f"].shape[1])._replace(server=server)
 
     def loss(layers, features):
         batch = Batch(features, jnp.asarray(g["in_y"]), jnp.ones(len(g["in_y"])))
-        return method.loss({"params": layers}, batch, known)[0]
+        return method.loss({"params": layers}, batch, client_context)[0]
 
     value, (gradient, features) = jax.value_and_grad(loss, argnums=(0, 1))(heads(g), jnp.asarray(g["in_f"]))
     np.testing.assert_allclose(value, g["out_loss_backbone"] + g["out_loss_global"] + g["out_loss_local"], 1e-9)
@@ -55,12 +55,12 @@ def test_losses_and_gradients_agree_with_the_vectors(g):
 
 @pytest.mark.usefixtures("x64")
 @golden
-def test_generic_model_agrees_with_the_vectors(g):
+def test_generic_model_agrees_with_the_golden_vectors(g):
     variables = FedLoGe(head_norm=float(g["par_target"])).generic_variables(server_of(g))
     np.testing.assert_allclose(variables["params"]["head"]["kernel"].T, g["out_Wg_realigned"], 1e-9)
-    found = logits(g, variables)
-    np.testing.assert_allclose(found, g["out_logits_generic"], 1e-9)
-    np.testing.assert_array_equal(jnp.argmax(found, axis=1), g["out_prediction_generic"])
+    generic_logits = logits(g, variables)
+    np.testing.assert_allclose(generic_logits, g["out_logits_generic"], 1e-9)
+    np.testing.assert_array_equal(jnp.argmax(generic_logits, axis=1), g["out_prediction_generic"])
 
 
 @pytest.mark.usefixtures("x64")
@@ -74,22 +74,27 @@ def test_models_beside_the_generic_one_are_the_sparse_etf_and_the_plain_head(g):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("biases", "name"), [("script", "personal"), ("readme", "personal_readme")])
 @golden
-def test_personal_logits_agree_with_the_vectors(g, biases, name):
+def test_personal_logits_agree_with_the_golden_vectors(g, biases, name):
     variables = FedLoGe(biases=biases).personal_variables(server_of(g), heads(g)["personal"])
-    found = logits(g, variables, scope="personal")
-    np.testing.assert_allclose(found, g[f"out_logits_{name}"], 1e-9)
+    personal_logits = logits(g, variables, scope="personal")
+    np.testing.assert_allclose(personal_logits, g[f"out_logits_{name}"], 1e-9)
     if biases == "script":
-        np.testing.assert_array_equal(jnp.argmax(found, axis=1), g["out_prediction_personal"])
+        np.testing.assert_array_equal(jnp.argmax(personal_logits, axis=1), g["out_prediction_personal"])
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("biases", ["script", "readme"])
 @golden
 def test_a_client_in_training_is_tested_with_its_joint_head(g, biases):
-    method, own = FedLoGe(biases=biases), heads(g)["personal"]
-    training, after = method.download(server_of(g), own), method.personal_variables(server_of(g), own)
-    found, expected = (logits(g, variables, scope="personal", biases=biases) for variables in (training, after))
-    np.testing.assert_array_equal(found, expected)
+    method, personal_head = FedLoGe(biases=biases), heads(g)["personal"]
+    in_training, between_rounds = (
+        method.download(server_of(g), personal_head),
+        method.personal_variables(server_of(g), personal_head),
+    )
+    training_logits, expected = (
+        logits(g, variables, scope="personal", biases=biases) for variables in (in_training, between_rounds)
+    )
+    np.testing.assert_array_equal(training_logits, expected)
 
 
 @pytest.mark.usefixtures("x64")
@@ -97,8 +102,8 @@ def test_a_client_in_training_is_tested_with_its_joint_head(g, biases):
 @golden
 def test_common_rows_take_the_personal_norms(g, rows, name):
     personal = heads(g)["personal"]
-    both = FedLoGe(rows=rows).personal_variables(server_of(g), personal)["params"]["head"]["kernel"]
-    np.testing.assert_allclose((both - personal["kernel"]).T, g[f"out_{name}"], 1e-9)
+    joint_kernel = FedLoGe(rows=rows).personal_variables(server_of(g), personal)["params"]["head"]["kernel"]
+    np.testing.assert_allclose((joint_kernel - personal["kernel"]).T, g[f"out_{name}"], 1e-9)
 
 
 def realigned(method, common, personal):
@@ -106,11 +111,11 @@ def realigned(method, common, personal):
     zeros = np.zeros(len(common), np.float32)
     server = Server({"params": {"head": dense(np.float32(common), zeros)}}, jnp.zeros(()))
     client = dense(np.float32(personal), zeros)
-    both = method.personal_variables(server, client)["params"]["head"]["kernel"]
-    return method.generic_variables(server)["params"]["head"]["kernel"].T, (both - client["kernel"]).T
+    joint_kernel = method.personal_variables(server, client)["params"]["head"]["kernel"]
+    return method.generic_variables(server)["params"]["head"]["kernel"].T, (joint_kernel - client["kernel"]).T
 
 
-def test_realignment_has_the_sheets_values():
+def test_realignment_has_the_values_of_the_worked_example():
     common, personal = [[3, 4], [0, 1]], [[2, 0], [0, 0.5]]
     generic, raw = realigned(FedLoGe(), common, personal)
     np.testing.assert_allclose(generic, [[1.02, 1.36], [0, 1.7]], rtol=1e-6)
@@ -118,7 +123,7 @@ def test_realignment_has_the_sheets_values():
     np.testing.assert_allclose(realigned(FedLoGe(rows="unit"), common, personal)[1], [[1.2, 1.6], [0, 0.5]], rtol=1e-6)
 
 
-def test_a_row_of_zeros_stays_one():
+def test_a_row_of_zeros_stays_zero_when_realigned():
     generic, raw = realigned(FedLoGe(rows="unit"), [[0, 0], [0, 1]], [[0, 0], [1, 0]])
     np.testing.assert_array_equal(generic[0], 0)
     np.testing.assert_array_equal(raw[0], 0)
@@ -126,17 +131,17 @@ def test_a_row_of_zeros_stays_one():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_heads_do_not_move_the_body_nor_the_model_of_the_sparse_etf(clip):
+def test_training_of_the_heads_does_not_move_the_body(clip):
     bodies = []
-    for method in (FedLoGe(), Deaf()):
+    for method in (FedLoGe(), UntrainedHeads()):
         state, _ = toy.train(toy.simulation("fedloge", method=method, momentum=0.0, clip=clip))
         bodies.append(state.servers.variables["params"]["backbone"])
     jax.tree.map(np.testing.assert_array_equal, *bodies)
 
 
 @struct.dataclass
-class Deaf(FedLoGe):
-    """Whose heads learn nothing."""
+class UntrainedHeads(FedLoGe):
+    """FedLoGe whose heads learn nothing."""
 
     def penalty(self, variables, outputs, batch, context):
         return 0.0
@@ -151,7 +156,7 @@ def test_a_client_with_one_class_is_right_on_all_of_its_samples():
 
 
 @pytest.mark.thorough
-def test_accuracy_of_three_global_models_is_measured():
+def test_two_further_global_models_are_evaluated_beside_the_generic_one():
     simulated = toy.simulation("fedloge")
     assert set(simulated.evaluate(simulated.start()).further) == {"ssec", "aux"}
 
@@ -160,28 +165,28 @@ def test_accuracy_of_three_global_models_is_measured():
 @golden
 def test_a_frozen_bias_is_added_to_the_sparse_etfs_logits_alone(g):
     bias = jnp.linspace(-1, 1, len(g["in_bg"]))
-    plain, server = server_of(g), server_of(g)._replace(bias=bias)
-    models = [FedLoGe().further_models(s) for s in (plain, server)]
+    server_without_bias, server_with_bias = server_of(g), server_of(g)._replace(bias=bias)
+    models = [FedLoGe().further_models(s) for s in (server_without_bias, server_with_bias)]
     np.testing.assert_allclose(logits(g, models[1]["ssec"]), g["out_logits_ssec"] + bias, 1e-9)
     np.testing.assert_array_equal(logits(g, models[1]["aux"]), logits(g, models[0]["aux"]))
-    known = context(FedLoGe(), g["in_counts"], features=g["in_f"].shape[1])
+    client_context = context(FedLoGe(), g["in_counts"], features=g["in_f"].shape[1])
     f, labels = jnp.asarray(g["in_f"]), jnp.zeros(len(g["in_f"]), int)
     batch = Batch((), labels, jnp.ones(len(f)))
-    loss = FedLoGe().classification(Outputs(f, f), batch, known._replace(server=server))
-    np.testing.assert_allclose(loss, cross_entropy(f @ server.sparse_etf + bias, labels), 1e-9)
+    loss = FedLoGe().classification(Outputs(f, f), batch, client_context._replace(server=server_with_bias))
+    np.testing.assert_allclose(loss, cross_entropy(f @ server_with_bias.sparse_etf + bias, labels), 1e-9)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("form", "drawn"), [("none", False), ("frozen", True)])
-def test_the_bias_of_the_sparse_etf_is_that_of_a_new_layer_and_stays(form, drawn):
+def test_the_bias_of_the_sparse_etf_is_zero_or_random_and_never_trained(form, drawn):
     simulated = toy.simulation("fedloge", ssec_bias=form)
-    first = np.array(simulated.start().servers.bias[0])
+    initial_bias = np.array(simulated.start().servers.bias[0])
     features = simulated.program.setting.feature_dim
-    assert first.shape == (toy.CLASSES,)
-    assert (np.abs(first) <= features**-0.5).all()
-    assert (np.abs(first) > 0.02 * features**-0.5).any() == drawn
+    assert initial_bias.shape == (toy.CLASSES,)
+    assert (np.abs(initial_bias) <= features**-0.5).all()
+    assert (np.abs(initial_bias) > 0.02 * features**-0.5).any() == drawn
     state, _ = toy.train(simulated, (0, 1))
-    np.testing.assert_array_equal(state.servers.bias[0], first)
+    np.testing.assert_array_equal(state.servers.bias[0], initial_bias)
 
 
 @pytest.mark.thorough

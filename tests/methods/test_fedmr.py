@@ -1,4 +1,4 @@
-"""FedMR: that both of its terms act, where they vanish, and what each option changes."""
+"""FedMR: both of its terms act, the cases in which they vanish, and what each option changes."""
 
 import functools
 
@@ -25,7 +25,7 @@ def setting(clients=1, features=2):
 
 @functools.cache
 def run(rounds=3, name="fedmr", lanes=1, **options):
-    """The state after some rounds, as numpy."""
+    """The state after `rounds` rounds, as numpy arrays."""
     state, _ = toy.train(toy.simulation(name, noise=OVERLAP, lanes=lanes, **options), range(rounds))
     return jax.tree.map(np.array, state)
 
@@ -34,12 +34,12 @@ def distance(a, b):
     return max(np.abs(x * 1.0 - y).max() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def moved(one, other):
+def model_difference(first, second):
     """Largest difference between two global models."""
-    return distance(one.servers.variables, other.servers.variables)
+    return distance(first.servers.variables, second.servers.variables)
 
 
-def inter(mu2, **options):
+def run_inter_only(mu2, **options):
     return run(mu1=0.0, mu2=mu2, **options)
 
 
@@ -48,52 +48,53 @@ def inter(mu2, **options):
 
 @pytest.mark.thorough
 def test_inter_class_term_moves_the_model():
-    assert moved(inter(1.0), inter(0.0)) > 1e-4
+    assert model_difference(run_inter_only(1.0), run_inter_only(0.0)) > 1e-4
 
 
 @pytest.mark.thorough
 def test_intra_class_term_moves_the_model():
-    assert moved(run(mu1=1.0, mu2=0.0), inter(0.0)) > 1e-4
+    assert model_difference(run(mu1=1.0, mu2=0.0), run_inter_only(0.0)) > 1e-4
 
 
 @pytest.mark.thorough
-def test_without_coefficients_it_is_fedavg():
-    assert moved(inter(0.0), run(name=None, method=Method())) < 1e-6
+def test_with_zero_coefficients_it_is_fedavg():
+    assert model_difference(run_inter_only(0.0), run(name=None, method=Method())) < 1e-6
 
 
 @pytest.mark.thorough
 def test_lite_with_the_whole_batch_is_the_full_loss():
-    assert moved(inter(1.0, lite=8), inter(1.0)) < 1e-6
+    assert model_difference(run_inter_only(1.0, lite=8), run_inter_only(1.0)) < 1e-6
 
 
 @pytest.mark.thorough
-def test_lite_without_samples_is_no_inter_class_loss():
-    assert moved(inter(1.0, lite=0), inter(0.0)) < 1e-6
+def test_lite_without_samples_drops_the_inter_class_loss():
+    assert model_difference(run_inter_only(1.0, lite=0), run_inter_only(0.0)) < 1e-6
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("other", [{"mu2": 1.0}, {"mu2": 0.0}])
-def test_lite_with_some_samples_lies_between(other):
-    assert moved(inter(1.0, lite=3), inter(**other)) > 1e-4
+@pytest.mark.parametrize("reference", [{"mu2": 1.0}, {"mu2": 0.0}])
+def test_lite_with_some_samples_differs_from_all_and_from_none(reference):
+    assert model_difference(run_inter_only(1.0, lite=3), run_inter_only(**reference)) > 1e-4
 
 
 @pytest.mark.thorough
 def test_lanes_do_not_change_which_samples_are_drawn():
     for lanes in (2, 3):
-        assert distance(inter(1.0, lite=3, lanes=lanes), inter(1.0, lite=3)) < 1e-5
+        assert distance(run_inter_only(1.0, lite=3, lanes=lanes), run_inter_only(1.0, lite=3)) < 1e-5
 
 
 @pytest.mark.thorough
-def test_rivals_without_limit_are_more_than_the_clients_own():
-    assert moved(inter(1.0, negatives="all"), inter(1.0)) > 1e-4
+def test_negatives_of_all_classes_change_the_model():
+    assert model_difference(run_inter_only(1.0, negatives="all"), run_inter_only(1.0)) > 1e-4
 
 
 @pytest.mark.thorough
-def test_unit_vectors_in_place_of_prototypes_act_from_the_first_round_and_stay():
+def test_unit_vector_prototypes_act_from_the_first_round_and_stay_fixed():
     state = run(1, mu1=0.0, mu2=1.0, prototypes="onehot")
     np.testing.assert_array_equal(state.servers.prototypes[0], np.eye(*state.servers.prototypes[0].shape))
-    assert moved(state, run(1, mu1=0.0, mu2=0.0)) > 1e-4
-    assert moved(run(1, mu1=0.0, mu2=1.0), run(1, mu1=0.0, mu2=0.0)) < 1e-6  # means come with the first round's end
+    assert model_difference(state, run(1, mu1=0.0, mu2=0.0)) > 1e-4
+    # Class means exist only from the end of the first round.
+    assert model_difference(run(1, mu1=0.0, mu2=1.0), run(1, mu1=0.0, mu2=0.0)) < 1e-6
 
 
 def test_unit_vectors_need_a_feature_for_each_class():
@@ -102,15 +103,15 @@ def test_unit_vectors_need_a_feature_for_each_class():
 
 
 @pytest.mark.thorough
-def test_augmented_inputs_give_other_prototypes_of_the_same_model():
+def test_augmented_inputs_change_the_prototypes_but_not_the_model():
     plain, augmented = (run(1, pipeline=Pipeline(flip=True), prototype_inputs=p) for p in ("plain", "augmented"))
-    assert moved(plain, augmented) < 1e-6
+    assert model_difference(plain, augmented) < 1e-6
     assert distance(plain.servers.prototypes, augmented.servers.prototypes) > 1e-3
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stale", ["carry", "drop"])
-def test_class_that_nobody_sends_is_carried_or_dropped(stale):
+def test_a_class_that_no_client_sends_is_carried_or_dropped(stale):
     options = {"cohort": 1, "seed": 5, "stale": stale}
     simulated = toy.simulation("fedmr", noise=OVERLAP, **options)
     counts = simulated.experiments[0].federation.class_counts
@@ -121,34 +122,34 @@ def test_class_that_nobody_sends_is_carried_or_dropped(stale):
 
 @struct.dataclass
 class Normed(FedMR):
-    """With batch norm of the features."""
+    """FedMR on a model with batch norm of the features."""
 
     def build(self, model):
         return model.clone(feature_norm=True)
 
 
-ONE = {"cohort": 1, "batch_size": 16}
+ONE_CLIENT = {"cohort": 1, "batch_size": 16}
 
 
 def class_means(simulated, state, train):
-    """Prototypes [C, D] of the only client, in mixed batches of B."""
+    """Prototypes [C, D] of the only client, from batches of up to B that mix its classes."""
     (k,), (federation, *_) = simulated.clients_of(0)[0], simulated.experiments[0]
-    own, batch = federation.partition.train[k], simulated.local.batch_size
-    batches = -(-len(own) // batch)
-    assert len(own) > batch
+    indices, batch_size = federation.partition.train[k], simulated.local.batch_size
+    batches = -(-len(indices) // batch_size)
+    assert len(indices) > batch_size
     final, sums = jax.tree.map(lambda x: x[0], state.servers.variables), 0
     for i in range(batches):
-        images = jnp.asarray(federation.dataset.x_train[own[i::batches]] / 255.0, jnp.float32)
+        images = jnp.asarray(federation.dataset.x_train[indices[i::batches]] / 255.0, jnp.float32)
         outputs, _ = forward(simulated.program.model, final, images, train=train)
-        sums += np.eye(toy.CLASSES)[federation.dataset.y_train[own[i::batches]]].T @ np.asarray(outputs.features)
+        sums += np.eye(toy.CLASSES)[federation.dataset.y_train[indices[i::batches]]].T @ np.asarray(outputs.features)
     return sums / np.maximum(federation.class_counts[k], 1)[:, None]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("eval_batch", [4, 500])
 @pytest.mark.parametrize("mode", ["eval", "train"])
-def test_prototypes_in_train_mode_have_the_statistics_of_training_batches(mode, eval_batch):
-    simulated = toy.simulation(method=Normed(prototype_mode=mode), noise=OVERLAP, eval_batch=eval_batch, **ONE)
+def test_prototypes_use_running_or_batch_statistics_as_the_mode_says(mode, eval_batch):
+    simulated = toy.simulation(method=Normed(prototype_mode=mode), noise=OVERLAP, eval_batch=eval_batch, **ONE_CLIENT)
     state = jax.tree.map(np.array, toy.train(simulated, (0,))[0])
     expected = class_means(simulated, state, mode == "train")
     np.testing.assert_allclose(state.servers.prototypes[0], expected, rtol=1e-3, atol=1e-4)
@@ -159,7 +160,7 @@ def test_prototypes_in_train_mode_have_the_statistics_of_training_batches(mode, 
 
 
 @pytest.mark.parametrize(("share", "number"), [(0.0, 0), (0.3, 2), (0.4, 2), (0.5, 2), (0.7, 4), (1.0, 5)])
-def test_share_of_submitters_is_rounded_halves_to_even(share, number):
+def test_number_of_submitters_is_rounded_half_to_even(share, number):
     server = FedMR(submitters=share).init_server(setting(5), (), None, jax.random.key(0))
     assert int(server.submits.sum()) == number
 
@@ -178,7 +179,7 @@ PROTOTYPES = np.array([[3.0, 4.0], [1.0, 0.0]])
 
 
 def penalty(**options):
-    """Of three samples of class 0, on a client that has both classes."""
+    """The penalty of three samples of class 0 on a client that has both classes."""
     server = Server({}, jnp.asarray(PROTOTYPES), jnp.ones(2, bool), jnp.ones(1, bool))
     facts = Facts(0, jnp.ones(2), jnp.asarray(2), jnp.ones((1, 2)))
     context = toy.context(setting=setting(), server=server, facts=facts, keys=Keys.of(jax.random.key(0)))
@@ -205,10 +206,10 @@ def test_penalty_has_the_value_computed_by_hand(options, expected):
 
 
 @pytest.mark.parametrize(
-    ("given", "features", "mu1"), [(None, 255, 0.01), (None, 256, 0.1), (0.3, 255, 0.3), (0.0, 256, 0.0)]
+    ("given_mu1", "features", "mu1"), [(None, 255, 0.01), (None, 256, 0.1), (0.3, 255, 0.3), (0.0, 256, 0.0)]
 )
-def test_default_of_mu1_depends_on_the_number_of_features(given, features, mu1):
-    assert FedMR(mu1=given).configure(setting(features=features), None)[0].mu1 == mu1
+def test_default_of_mu1_depends_on_the_number_of_features(given_mu1, features, mu1):
+    assert FedMR(mu1=given_mu1).configure(setting(features=features), None)[0].mu1 == mu1
 
 
 @pytest.mark.parametrize(("terms", "summary"), [("both", Summary()), ("inter", Summary()), ("intra", None)])

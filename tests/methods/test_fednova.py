@@ -1,4 +1,4 @@
-"""FedNova: vectors, the count of steps, and each option."""
+"""FedNova: golden vectors, the count of effective steps, and each option."""
 
 from dataclasses import replace
 
@@ -18,13 +18,13 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 def averaged(method, x0, models, sizes, steps, statistics=None, **local):
     """The server after one round in which client k sends models[k] after steps[k] steps."""
-    given = {} if statistics is None else {"batch_stats": 0.0 * statistics[0]}
-    server, clients = start(method, x0, sizes, **given)
+    collections = {} if statistics is None else {"batch_stats": 0.0 * statistics[0]}
+    server, clients = start(method, x0, sizes, **collections)
     messages = []
     for k, model in enumerate(models):
-        sent = params(model, **({} if statistics is None else {"batch_stats": statistics[k]}))
-        at = context(method, server, clients[k], sizes=sizes, k=k, steps=int(steps[k]), **local)
-        messages.append(method.upload(sent, (), at)[1])
+        variables = params(model, **({} if statistics is None else {"batch_stats": statistics[k]}))
+        client_context = context(method, server, clients[k], sizes=sizes, k=k, steps=int(steps[k]), **local)
+        messages.append(method.upload(variables, (), client_context)[1])
     return aggregate(method, server, messages, np.asarray(sizes) / np.sum(sizes), clients=len(sizes))
 
 
@@ -48,7 +48,7 @@ def test_the_round_agrees_with_the_vectors(g):
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(0, 0), (1, 1), (5, 13.1441), (10, 41.38106), (100, 910.00239)])
-def test_the_sheets_counts(steps, expected):
+def test_effective_steps_match_the_worked_examples(steps, expected):
     np.testing.assert_allclose(effective_steps(steps, 0.9), expected, rtol=1e-5)
 
 
@@ -64,16 +64,16 @@ def test_the_count_is_continuous_where_momentum_vanishes():
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("momentum", "mu"), [(0.0, 0.5), (0.9, 0.0), (0.9, 0.5)])
-def test_the_count_is_the_move_under_constant_gradients(momentum, mu):
-    lr, moved, buffer = 0.1, 0.0, 0.0
+def test_the_count_is_the_distance_moved_under_a_constant_gradient(momentum, mu):
+    lr, distance, buffer = 0.1, 0.0, 0.0
     for _ in range(13):
-        buffer = momentum * buffer + 1 - lr * mu * moved
-        moved += buffer
-    np.testing.assert_allclose(effective_steps(13, momentum, lr * mu), moved, **EXACT)
+        buffer = momentum * buffer + 1 - lr * mu * distance
+        distance += buffer
+    np.testing.assert_allclose(effective_steps(13, momentum, lr * mu), distance, **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
-def test_the_proximal_recursion_is_the_sheets():
+def test_the_count_with_a_proximal_term_follows_its_recursion():
     a = 0.0
     for _ in range(9):
         a = (1 - 0.05) * a + 1
@@ -81,7 +81,7 @@ def test_the_proximal_recursion_is_the_sheets():
 
 
 @pytest.mark.usefixtures("x64")
-def test_effective_weights_are_those_of_the_sheet():
+def test_models_are_averaged_with_the_effective_weights():
     sizes, steps, models = np.array([10.0, 30.0]), np.array([2, 5]), np.array([[1.0], [2.0]])
     p = sizes / sizes.sum()
     q = p * (p * steps).sum() / steps
@@ -90,23 +90,23 @@ def test_effective_weights_are_those_of_the_sheet():
 
 
 @pytest.mark.thorough
-def test_equal_steps_are_fedavg():
-    nova, _ = toy.train(toy.simulation("fednova", batch_size=32))
-    plain, _ = toy.train(toy.simulation(method=Method(), batch_size=32))
-    for a, b in zip(*map(jax.tree.leaves, (nova.servers.variables, plain.servers.variables)), strict=True):
+def test_with_equal_steps_it_is_fedavg():
+    fednova, _ = toy.train(toy.simulation("fednova", batch_size=32))
+    fedavg, _ = toy.train(toy.simulation(method=Method(), batch_size=32))
+    for a, b in zip(*map(jax.tree.leaves, (fednova.servers.variables, fedavg.servers.variables)), strict=True):
         np.testing.assert_allclose(a, b, 1e-5, 1e-6)
 
 
 @pytest.mark.thorough
-def test_unequal_steps_are_not_fedavg():
-    nova, _ = toy.train(toy.simulation("fednova"), (0,))
-    plain, _ = toy.train(toy.simulation(method=Method()), (0,))
-    head = [s.servers.variables["params"]["head"]["kernel"] for s in (nova, plain)]
-    assert np.abs(np.array(head[0]) - np.array(head[1])).max() > 1e-4
+def test_with_unequal_steps_it_is_not_fedavg():
+    fednova, _ = toy.train(toy.simulation("fednova"), (0,))
+    fedavg, _ = toy.train(toy.simulation(method=Method()), (0,))
+    kernels = [s.servers.variables["params"]["head"]["kernel"] for s in (fednova, fedavg)]
+    assert np.abs(np.array(kernels[0]) - np.array(kernels[1])).max() > 1e-4
 
 
 @pytest.mark.thorough
-def test_with_adam_steps_are_counted_once_whatever_the_momentum():
+def test_with_adam_momentum_does_not_change_the_count_of_steps():
     with_momentum, without = (
         toy.train(toy.simulation("fednova", optimizer="adam", lr=0.01, momentum=rho), (0,))[0] for rho in (0.9, 0.0)
     )
@@ -117,22 +117,22 @@ def test_with_adam_steps_are_counted_once_whatever_the_momentum():
 def test_mu_pulls_towards_the_received_weights():
     method = FedNova(mu=0.5)
     server, clients = start(method, np.zeros(2), (1,))
-    at = context(method, server, clients[0])
-    gradient = jax.grad(method.regulariser)(params(np.array([1.0, 2.0]))["params"], at)
+    client_context = context(method, server, clients[0])
+    gradient = jax.grad(method.regulariser)(params(np.array([1.0, 2.0]))["params"], client_context)
     np.testing.assert_allclose(gradient["w"], [0.5, 1.0], **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
 def test_mu_enters_the_count():
     models, steps = np.array([[1.0], [2.0]]), [1, 8]
-    plain, pulled = (averaged(FedNova(mu=mu), np.zeros(1), models, (1, 1), steps) for mu in (0.0, 2.0))
+    plain, proximal = (averaged(FedNova(mu=mu), np.zeros(1), models, (1, 1), steps) for mu in (0.0, 2.0))
     a = (1 - 0.8**8) / 0.2
     np.testing.assert_allclose(weights_of(plain), (1 + 8) / 2 * (1 + 2 / 8) / 2, **EXACT)
-    np.testing.assert_allclose(weights_of(pulled), (1 + a) / 2 * (1 + 2 / a) / 2, **EXACT)
+    np.testing.assert_allclose(weights_of(proximal), (1 + a) / 2 * (1 + 2 / a) / 2, **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
-def test_tau_eff_may_be_the_steps_made():
+def test_tau_eff_may_be_the_mean_number_of_steps():
     models, steps, a = np.array([[1.0], [2.0]]), [1, 2], np.array([1, 2.9])
     server = averaged(FedNova(tau_eff="steps"), np.zeros(1), models, (1, 1), steps, momentum=0.9)
     np.testing.assert_allclose(weights_of(server), 1.5 * (models[:, 0] / a).mean(), **EXACT)
@@ -147,8 +147,8 @@ def test_running_statistics_are_averaged_or_normalised(normalise, expected):
     np.testing.assert_allclose(server.variables["batch_stats"], expected, **EXACT)
 
 
-def test_a_term_that_steps_go_past_is_advised_against():
-    at = replace(hyper(momentum=0.0), lr=0.05)
-    (sentence,) = FedNova(mu=40.0).configure(setting(2), at)[1]
-    assert "`mu=40` times `lr` is 2, so steps go past the global model: lower `mu`." in sentence
-    assert FedNova(mu=1.0).configure(setting(2), at)[1] == []
+def test_a_mu_with_which_steps_overshoot_is_advised_against():
+    local = replace(hyper(momentum=0.0), lr=0.05)
+    (advice,) = FedNova(mu=40.0).configure(setting(2), local)[1]
+    assert "`mu=40` times `lr` is 2, so steps go past the global model: lower `mu`." in advice
+    assert FedNova(mu=1.0).configure(setting(2), local)[1] == []

@@ -36,7 +36,7 @@ def contrast(features=FEATURES, prototypes=PROTOTYPES, labels=LABELS, valid=VALI
 
 
 @pytest.mark.thorough
-def test_contrast_has_the_sheets_value():
+def test_contrast_matches_the_worked_example():
     value = contrast(jnp.asarray([[1.0, 0.0]]), jnp.eye(2), jnp.zeros(1, int), jnp.ones(2, bool), tau=1.0)
     np.testing.assert_allclose(value, 0.313262, rtol=1e-5)
 
@@ -48,8 +48,8 @@ def test_contrast_is_invariant_to_the_scale_of_features_and_prototypes():
 
 @pytest.mark.parametrize("tau", [0.05, 0.5, 1.0])
 def test_contrast_is_bounded(tau):
-    towards_others = -PROTOTYPES[LABELS]
-    assert contrast(towards_others, tau=tau) <= np.log(3) + 2 / tau
+    opposite_features = -PROTOTYPES[LABELS]
+    assert contrast(opposite_features, tau=tau) <= np.log(3) + 2 / tau
 
 
 def test_contrast_is_invariant_to_a_permutation_of_classes():
@@ -59,17 +59,17 @@ def test_contrast_is_invariant_to_a_permutation_of_classes():
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_contrast_with_less_than_two_classes_is_zero_with_zero_gradient(count):
+def test_contrast_with_fewer_than_two_classes_is_zero_with_zero_gradient(count):
     value, gradient = jax.value_and_grad(lambda z: contrast(z, valid=jnp.arange(C) < count))(FEATURES)
     assert value == 0
     assert np.all(gradient == 0)
 
 
 @pytest.mark.thorough
-def test_samples_of_a_class_without_prototype_stay_in_the_divisor():
-    counted = VALID[LABELS]
-    alone = contrast(FEATURES[counted], labels=LABELS[counted])
-    np.testing.assert_allclose(contrast(), alone * counted.sum() / B, rtol=1e-5)
+def test_samples_of_a_class_without_a_prototype_count_in_the_divisor():
+    has_prototype = VALID[LABELS]
+    restricted = contrast(FEATURES[has_prototype], labels=LABELS[has_prototype])
+    np.testing.assert_allclose(contrast(), restricted * has_prototype.sum() / B, rtol=1e-5)
 
 
 # The two modes
@@ -110,7 +110,7 @@ def test_convex_mode_of_a_single_round_is_cross_entropy():
 
 
 def run(rounds, **options):
-    """The simulation and the state after some rounds, as numpy."""
+    """The simulation, and its state after `rounds` rounds as numpy arrays."""
     simulated = toy.simulation(**options)
     state, _ = toy.train(simulated, range(rounds))
     return simulated, jax.tree.map(np.array, state)
@@ -122,10 +122,10 @@ def distance(a, b):
 
 @pytest.mark.thorough
 def test_first_round_is_fedavg_and_later_ones_are_not():
-    plain = [run(r, method=Method())[1].servers.variables for r in (1, 2)]
-    ours = [run(r, name="fedproc", mu=1.0)[1].servers.variables for r in (1, 2)]
-    assert distance(ours[0], plain[0]) < 1e-6
-    assert distance(ours[1], plain[1]) > 1e-3
+    fedavg = [run(r, method=Method())[1].servers.variables for r in (1, 2)]
+    fedproc = [run(r, name="fedproc", mu=1.0)[1].servers.variables for r in (1, 2)]
+    assert distance(fedproc[0], fedavg[0]) < 1e-6
+    assert distance(fedproc[1], fedavg[1]) > 1e-3
 
 
 @pytest.mark.thorough
@@ -133,10 +133,10 @@ def test_prototypes_are_the_class_means_under_the_final_weights():
     simulated, state = run(1, name="fedproc", cohort=1)
     (k,) = simulated.clients_of(0)[0]
     federation = simulated.experiments[0].federation
-    own = federation.partition.train[k]
-    images, labels = federation.dataset.x_train[own] / 255.0, federation.dataset.y_train[own]
-    final = jax.tree.map(lambda x: x[0], state.servers.variables)
-    outputs, _ = forward(simulated.program.model, final, jnp.asarray(images, jnp.float32), train=False)
+    indices = federation.partition.train[k]
+    images, labels = federation.dataset.x_train[indices] / 255.0, federation.dataset.y_train[indices]
+    variables = jax.tree.map(lambda x: x[0], state.servers.variables)
+    outputs, _ = forward(simulated.program.model, variables, jnp.asarray(images, jnp.float32), train=False)
     features = outputs.features
     expected = [np.asarray(features)[labels == c].mean(0) for c in np.unique(labels)]
     np.testing.assert_allclose(state.servers.prototypes[0, np.unique(labels)], expected, rtol=1e-4, atol=1e-6)
@@ -144,20 +144,20 @@ def test_prototypes_are_the_class_means_under_the_final_weights():
 
 
 @pytest.mark.parametrize(("weights", "expected"), [("samples", 4.0), ("equal", 5.0)])
-def test_owners_of_a_class_count_by_samples_or_equally(weights, expected):
+def test_clients_with_a_class_are_weighted_by_samples_or_equally(weights, expected):
     method = FedProc(prototype_weights=weights)
-    three = {"sums": jnp.full((1, D), 9.0), "counts": jnp.full(1, 3.0)}  # mean 3
-    one = {"sums": jnp.full((1, D), 7.0), "counts": jnp.full(1, 1.0)}  # mean 7
-    none = {"sums": jnp.zeros((1, D)), "counts": jnp.zeros(1)}
-    sent = [method.split({"params": ()}, summary)[1] for summary in (three, one, none)]
-    message = Message(mean=(), total=jax.tree.map(lambda *x: sum(x), *sent))
+    three_samples = {"sums": jnp.full((1, D), 9.0), "counts": jnp.full(1, 3.0)}  # mean 3
+    one_sample = {"sums": jnp.full((1, D), 7.0), "counts": jnp.full(1, 1.0)}  # mean 7
+    no_samples = {"sums": jnp.zeros((1, D)), "counts": jnp.zeros(1)}
+    totals = [method.split({"params": ()}, summary)[1] for summary in (three_samples, one_sample, no_samples)]
+    message = Message(mean=(), total=jax.tree.map(lambda *x: sum(x), *totals))
     server = method.aggregate(Server((), jnp.zeros((1, D)), jnp.zeros(1, bool)), message, jnp.ones(3), None)
     np.testing.assert_allclose(server.prototypes, expected)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stale", ["carry", "drop"])
-def test_class_that_nobody_sends_is_carried_or_dropped(stale):
+def test_a_class_that_no_client_sends_is_carried_or_dropped(stale):
     simulated, state = run(2, name="fedproc", cohort=1, seed=5, stale=stale)
     counts = simulated.experiments[0].federation.class_counts
     (first,), (second,) = (counts[simulated.clients_of(r)[0]] > 0 for r in (0, 1))
@@ -179,31 +179,31 @@ def test_only_the_last_epochs_features_are_collected(epoch):
 
 
 @pytest.mark.thorough
-def test_features_of_the_last_epoch_are_the_final_ones_where_weights_rest():
+def test_last_epoch_features_equal_the_final_ones_if_weights_do_not_move():
     options = {"name": "fedproc", "clip": 1e-9, "last_batch": "keep"}
-    (_, final), (_, seen) = (run(1, prototype_features=f, **options) for f in ("final", "last_epoch"))
-    assert distance(final.servers.variables, seen.servers.variables) < 1e-6
-    assert distance(final.servers.prototypes, seen.servers.prototypes) < 1e-4
+    (_, final), (_, last_epoch) = (run(1, prototype_features=f, **options) for f in ("final", "last_epoch"))
+    assert distance(final.servers.variables, last_epoch.servers.variables) < 1e-6
+    assert distance(final.servers.prototypes, last_epoch.servers.prototypes) < 1e-4
 
 
 @struct.dataclass
 class Normed(FedProc):
-    """With running statistics."""
+    """FedProc on a model with running statistics."""
 
     def build(self, model):
         return model.clone(feature_norm=True)
 
 
 @pytest.mark.thorough
-def test_features_of_the_last_epoch_are_seen_in_train_mode():
+def test_last_epoch_features_are_computed_in_train_mode():
     options = {"clip": 1e-9, "last_batch": "keep"}
     methods = (Normed(prototype_features=f) for f in ("final", "last_epoch"))
-    final, seen = (run(1, method=m, **options)[1].servers.prototypes for m in methods)
-    assert distance(final, seen) > 0.1
+    final, last_epoch = (run(1, method=m, **options)[1].servers.prototypes for m in methods)
+    assert distance(final, last_epoch) > 0.1
 
 
 @pytest.mark.thorough
-def test_what_is_collected_in_training_is_no_running_statistic():
+def test_collected_features_are_not_running_statistics():
     simulated = toy.simulation(method=Normed(prototype_features="last_epoch"), local_statistics=True)
     state, _ = toy.train(simulated, (0,))
     assert set(state.statistics) == {"batch_stats"}
@@ -211,13 +211,13 @@ def test_what_is_collected_in_training_is_no_running_statistic():
 
 
 @pytest.mark.thorough
-def test_lanes_do_not_change_what_is_collected_in_training():
-    one, three = (run(2, name="fedproc", prototype_features="last_epoch", lanes=n)[1] for n in (1, 3))
-    assert distance(one.servers, three.servers) < 1e-5
+def test_lanes_do_not_change_the_features_collected_in_training():
+    one_lane, three_lanes = (run(2, name="fedproc", prototype_features="last_epoch", lanes=n)[1] for n in (1, 3))
+    assert distance(one_lane.servers, three_lanes.servers) < 1e-5
 
 
 @pytest.mark.thorough
-def test_projection_is_what_the_classifier_reads():
+def test_the_classifier_reads_the_projection():
     simulated = toy.simulation("fedproc", projection=7)
     params = simulated.start().servers.variables["params"]
     assert params["head"]["kernel"].shape[1:] == (7, 4)

@@ -27,7 +27,7 @@ def test_personal_models_and_prototypes_agree_with_the_reference(g, lanes):
         np.testing.assert_allclose(state.servers.prototypes[0], g["out_fedproto_lambda1__protos"][r], RTOL, ATOL)
 
 
-def test_distance_has_the_sheets_value():
+def test_distance_matches_the_worked_example():
     value = squared_distance_to_own(jnp.ones((1, 2)), jnp.zeros(1, int), jnp.zeros((1, 2)), jnp.ones(1, bool))
     assert value == 1
 
@@ -48,11 +48,11 @@ def test_class_without_prototype_is_never_predicted():
 def states(name, rounds=3, **options):
     """The simulation, and its states after each round."""
     simulated = toy.simulation(name, **options)
-    state, found = simulated.start(), []
+    state, history = simulated.start(), []
     for r in range(rounds):
         state, _ = simulated.step(state, r)
-        found.append(jax.tree.map(np.array, state))
-    return simulated, found
+        history.append(jax.tree.map(np.array, state))
+    return simulated, history
 
 
 def distance(a, b):
@@ -61,20 +61,20 @@ def distance(a, b):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("lam", "equal"), [(0.0, True), (None, False)])
-def test_without_its_term_it_is_training_alone(lam, equal):
-    _, ours = states("fedproto", **({} if lam is None else {"lam": lam}))
-    _, alone = states("solo")
-    assert (distance(ours[-1].clients, alone[-1].clients) < 1e-6) == equal
+def test_only_without_its_term_it_equals_solo(lam, equal):
+    _, fedproto = states("fedproto", **({} if lam is None else {"lam": lam}))
+    _, solo = states("solo")
+    assert (distance(fedproto[-1].clients, solo[-1].clients) < 1e-6) == equal
 
 
 @pytest.mark.thorough
 def test_no_parameter_reaches_the_server():
-    simulated, found = states("fedproto")
-    assert distance(found[-1].servers.variables, simulated.start().servers.variables) == 0
+    simulated, history = states("fedproto")
+    assert distance(history[-1].servers.variables, simulated.start().servers.variables) == 0
 
 
 @pytest.mark.thorough
-def test_prototypes_are_unweighted_unless_asked_for():
+def test_prototypes_are_weighted_equally_by_default():
     (_, equal), (_, samples) = (
         states("fedproto", 1, cohort=5, **options) for options in ({}, {"prototype_weights": "samples"})
     )
@@ -84,78 +84,78 @@ def test_prototypes_are_unweighted_unless_asked_for():
 
 
 @pytest.mark.thorough
-def test_features_of_the_last_epoch_give_other_prototypes_of_the_same_models():
-    (_, final), (_, seen) = (
+def test_last_epoch_features_change_the_prototypes_but_not_the_models():
+    (_, final), (_, last_epoch) = (
         states("fedproto", 1, cohort=5, **options) for options in ({}, {"prototype_features": "last_epoch"})
     )
-    assert distance(final[0].clients, seen[0].clients) < 1e-6
-    assert distance(final[0].servers.prototypes, seen[0].servers.prototypes) > 1e-3
+    assert distance(final[0].clients, last_epoch[0].clients) < 1e-6
+    assert distance(final[0].servers.prototypes, last_epoch[0].servers.prototypes) > 1e-3
 
 
 @pytest.mark.thorough
-def test_the_last_epoch_is_the_clients_own():
+def test_the_last_epoch_is_that_of_each_client():
     simulated = toy.simulation("fedproto", epochs=(3, 1, 2, 2, 2), prototype_features="last_epoch")
     state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([1])]))
     np.testing.assert_array_equal(state.servers.valid[0], np.isin(np.arange(toy.CLASSES), toy.OWNED[1]))
 
 
 @pytest.mark.thorough
-def test_without_a_prototype_of_its_classes_a_client_knows_nothing():
+def test_a_client_without_prototypes_of_its_classes_predicts_none_of_them():
     simulated = toy.simulation("fedproto", predict="prototype", cohort=1)
     state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([0])]))
-    found = np.array(simulated.evaluate(state, personal=True).personal)
-    assert not found[1].any()  # it owns classes 0 and 1, and only 2 has a prototype
-    assert found[0].any()
+    correct = np.array(simulated.evaluate(state, personal=True).personal)
+    assert not correct[1].any()  # it owns classes 0 and 1, and only 2 has a prototype
+    assert correct[0].any()
 
 
 @pytest.mark.thorough
-def test_class_that_nobody_sends_is_dropped_where_asked_for():
-    simulated, found = states("fedproto", 2, cohort=1, seed=5, stale="drop")
+def test_a_class_that_no_client_sends_is_dropped_if_asked():
+    simulated, history = states("fedproto", 2, cohort=1, seed=5, stale="drop")
     owned = simulated.experiments[0].federation.class_counts[simulated.clients_of(1)[0][0]] > 0
-    assert (found[0].servers.valid[0] & ~owned).any()
-    np.testing.assert_array_equal(found[1].servers.valid[0], owned)
+    assert (history[0].servers.valid[0] & ~owned).any()
+    np.testing.assert_array_equal(history[1].servers.valid[0], owned)
 
 
 def outputs(simulated, variables, images):
     return forward(simulated.program.model, variables, jnp.asarray(images / 255.0, jnp.float32), train=False)[0]
 
 
-def by_hand(simulated, state, k, images, classes):
-    """Nearest of the prototypes of some classes, in a client's own feature space."""
-    own = jax.tree.map(lambda x: x[k], state.clients)
-    z = np.asarray(outputs(simulated, own, images).features)
-    squares = ((z[:, None] - state.servers.prototypes[0, classes]) ** 2).sum(-1)
-    return classes[squares.argmin(1)]
+def nearest_classes(simulated, state, k, images, classes):
+    """Those of the given classes whose prototypes are nearest, in the feature space of client k."""
+    variables = jax.tree.map(lambda x: x[k], state.clients)
+    z = np.asarray(outputs(simulated, variables, images).features)
+    squared_distances = ((z[:, None] - state.servers.prototypes[0, classes]) ** 2).sum(-1)
+    return classes[squared_distances.argmin(1)]
 
 
 @pytest.mark.thorough
-def test_prediction_by_prototypes_knows_own_classes_for_pa_and_all_for_ga():
-    simulated, found = states("fedproto", 2, predict="prototype", cohort=5)
-    federation, state = simulated.experiments[0].federation, found[-1]
+def test_prototype_predictions_use_own_classes_for_pa_and_all_for_ga():
+    simulated, history = states("fedproto", 2, predict="prototype", cohort=5)
+    federation, state = simulated.experiments[0].federation, history[-1]
     counts = simulated.evaluate(jax.tree.map(jnp.asarray, state), personal=True)
-    data, restricted = federation.dataset, 0
-    for k, own in enumerate(federation.partition.test):
+    data, differing = federation.dataset, 0
+    for k, test_indices in enumerate(federation.partition.test):
         owned, valid = np.flatnonzero(federation.class_counts[k]), np.flatnonzero(state.servers.valid[0])
-        pa = by_hand(simulated, state, k, data.x_test[own], owned) == data.y_test[own]
-        ga = by_hand(simulated, state, k, data.x_test, valid) == data.y_test
-        restricted += np.any(by_hand(simulated, state, k, data.x_test, owned) != by_hand(
+        pa = nearest_classes(simulated, state, k, data.x_test[test_indices], owned) == data.y_test[test_indices]
+        ga = nearest_classes(simulated, state, k, data.x_test, valid) == data.y_test
+        differing += np.any(nearest_classes(simulated, state, k, data.x_test, owned) != nearest_classes(
             simulated, state, k, data.x_test, valid
         ))  # fmt: skip
         assert (int(counts.personal[k].sum()), int(counts.local[k].sum())) == (pa.sum(), ga.sum())
-    assert restricted
+    assert differing
 
 
 @pytest.mark.thorough
 def test_prediction_by_the_classifier_is_the_default():
-    simulated, found = states("fedproto", 2, cohort=5)
+    simulated, history = states("fedproto", 2, cohort=5)
     data = simulated.experiments[0].federation.dataset
-    counts = simulated.evaluate(jax.tree.map(jnp.asarray, found[-1]), personal=True)
+    counts = simulated.evaluate(jax.tree.map(jnp.asarray, history[-1]), personal=True)
     for k in range(5):
-        own = jax.tree.map(lambda x, k=k: x[k], found[-1].clients)
-        logits = np.asarray(outputs(simulated, own, data.x_test).logits)
+        variables = jax.tree.map(lambda x, k=k: x[k], history[-1].clients)
+        logits = np.asarray(outputs(simulated, variables, data.x_test).logits)
         assert int(counts.local[k].sum()) == (np.argmax(logits, 1) == data.y_test).sum()
 
 
 @pytest.mark.parametrize(("predict", "model"), [("classifier", "local"), ("prototype", "server")])
-def test_pa_by_prototypes_waits_for_those_of_the_round(predict, model):
+def test_pa_by_prototypes_uses_those_of_the_same_round(predict, model):
     assert FedProto(predict=predict).traits().personal_model == model

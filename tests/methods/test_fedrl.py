@@ -17,29 +17,29 @@ from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.resnet import ResNet
 
-KEYS = {"per_sample": "persample_mean", "batch_norm": "batch_norm"}
+VECTOR_NAMES = {"per_sample": "persample_mean", "batch_norm": "batch_norm"}
 LAYERS = [("backbone", "fc1"), ("backbone", "fc2"), ("head",)]
 MLP2 = Classifier(MLP((6, 5)), num_classes=3)
 RESNET = Classifier(ResNet((1,), width=4), num_classes=3)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("distance", KEYS)
+@pytest.mark.parametrize("distance", VECTOR_NAMES)
 @pytest.mark.parametrize("g", cases("fedrl"))
 def test_distance_and_gradient_agree_with_the_vectors(g, distance):
     layer, received = jnp.asarray(g["in_kr"]), jnp.asarray(g["in_kr_global"])
     value, gradient = jax.value_and_grad(lambda x: review_distance(x, received, distance=distance))(layer)
-    np.testing.assert_allclose(value, g[f"out_{KEYS[distance]}"], 1e-9)
-    np.testing.assert_allclose(gradient, g[f"out_grad_{KEYS[distance]}"], 1e-9, 1e-12)
+    np.testing.assert_allclose(value, g[f"out_{VECTOR_NAMES[distance]}"], 1e-9)
+    np.testing.assert_allclose(gradient, g[f"out_grad_{VECTOR_NAMES[distance]}"], 1e-9, 1e-12)
 
 
 @pytest.mark.parametrize(("distance", "expected"), [("per_sample", 2.5), ("batch_norm", 5.0), ("squared", 12.5)])
-def test_distance_has_the_sheets_value(distance, expected):
+def test_distance_matches_the_worked_example(distance, expected):
     layer = jnp.array([[3.0, 4.0], [0.0, 0.0]])
     np.testing.assert_allclose(review_distance(layer, jnp.zeros((2, 2)), distance=distance), expected)
 
 
-@pytest.mark.parametrize("distance", KEYS)
+@pytest.mark.parametrize("distance", VECTOR_NAMES)
 def test_equal_layers_have_distance_and_gradient_zero(distance):
     layer = jnp.ones((4, 2, 3))
     value, gradient = jax.value_and_grad(lambda x: review_distance(x, layer, distance=distance))(layer)
@@ -47,7 +47,7 @@ def test_equal_layers_have_distance_and_gradient_zero(distance):
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("distance", KEYS)
+@pytest.mark.parametrize("distance", VECTOR_NAMES)
 def test_masked_samples_do_not_count(distance):
     layer = jnp.array([[3.0, 4.0], [7.0, 7.0]])
     masked = review_distance(layer, jnp.zeros((2, 2)), distance=distance, mask=jnp.array([1.0, 0.0]))
@@ -59,10 +59,10 @@ def test_unknown_distances_are_refused():
         review_distance(jnp.ones((1, 1)), jnp.ones((1, 1)), distance="persample")
 
 
-def case(model, shape, moved):
-    """Variables that have moved away from where training started, these, and a batch."""
+def review_inputs(model, shape, shift):
+    """Variables that have shifted since the start of training, those at the start, and a batch."""
     start = initialise(model, jax.random.key(0), shape)
-    variables = {**start, "params": jax.tree.map(lambda x: x + moved, start["params"])}
+    variables = {**start, "params": jax.tree.map(lambda x: x + shift, start["params"])}
     images = jax.random.normal(jax.random.key(1), (8, *shape))
     return variables, start, Batch(images, jnp.arange(8) % 3, jnp.ones(8))
 
@@ -74,50 +74,50 @@ def gradients_of(method, variables, start, batch, step, round):
     return jax.grad(lambda params: method.loss({"params": params}, batch, context)[0])(variables["params"])
 
 
-def reviewed(step=0, round=0, **options):
+def review_gradient(step=0, round=0, **options):
     """The gradient of the review term alone."""
-    arguments = *case(MLP2, (4,), 0.1), step, round
-    with_review, without = (gradients_of(FedRL(mu=mu, **options), *arguments) for mu in (1.0, 0.0))
-    return jax.tree.map(jnp.subtract, with_review, without)
+    arguments = *review_inputs(MLP2, (4,), 0.1), step, round
+    with_review, without_review = (gradients_of(FedRL(mu=mu, **options), *arguments) for mu in (1.0, 0.0))
+    return jax.tree.map(jnp.subtract, with_review, without_review)
 
 
-def norms(gradients):
-    """Largest gradient of each layer."""
+def layer_maxima(gradients):
+    """The largest absolute gradient of each layer's kernel."""
     leaves = [gradients[path[0]] if len(path) == 1 else gradients[path[0]][path[1]] for path in LAYERS]
     return np.array([jnp.abs(layer["kernel"]).max() for layer in leaves])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layer", range(3))
-def test_the_review_of_a_layer_reaches_it_and_those_before_alone(layer):
-    moved = norms(reviewed(step=layer)) > 1e-6
-    np.testing.assert_array_equal(moved, np.arange(3) <= layer)
+def test_the_review_of_a_layer_trains_only_it_and_the_layers_before_it(layer):
+    is_trained = layer_maxima(review_gradient(step=layer)) > 1e-6
+    np.testing.assert_array_equal(is_trained, np.arange(3) <= layer)
 
 
 @pytest.mark.thorough
 def test_after_the_last_layer_comes_the_first():
-    jax.tree.map(np.testing.assert_array_equal, reviewed(step=4), reviewed(step=1))
+    jax.tree.map(np.testing.assert_array_equal, review_gradient(step=4), review_gradient(step=1))
 
 
 @pytest.mark.thorough
 def test_the_layer_may_advance_with_rounds():
-    expected = reviewed(step=1)
-    actual = reviewed(step=0, round=4, cycle="round")
+    expected = review_gradient(step=1)
+    actual = review_gradient(step=0, round=4, cycle="round")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), actual, expected)
 
 
-def test_batches_do_not_move_the_layer_that_advances_with_rounds():
-    actual, expected = reviewed(step=2, round=1, cycle="round"), reviewed(step=0, round=1, cycle="round")
+def test_steps_do_not_move_a_layer_that_advances_with_rounds():
+    actual, expected = review_gradient(step=2, round=1, cycle="round"), review_gradient(step=0, round=1, cycle="round")
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_the_norm_of_the_whole_batch_changes_the_loss():
-    assert jnp.abs(norms(reviewed()) - norms(reviewed(distance="batch_norm"))).max() > 1e-4
+def test_the_batch_norm_distance_changes_the_gradients():
+    assert jnp.abs(layer_maxima(review_gradient()) - layer_maxima(review_gradient(distance="batch_norm"))).max() > 1e-4
 
 
-def review_of_received(mode):
+def review_at_the_start(mode):
     """The review term where the weights have not moved, for a model with batch norm."""
-    variables, start, batch = case(RESNET, (4, 4, 1), 0.0)
+    variables, start, batch = review_inputs(RESNET, (4, 4, 1), 0.0)
 
     @jax.jit
     def loss(method):
@@ -130,12 +130,12 @@ def review_of_received(mode):
 
 @pytest.mark.thorough
 def test_a_received_model_in_train_mode_gives_no_review_at_the_first_step():
-    assert abs(review_of_received("train")) < 1e-6
+    assert abs(review_at_the_start("train")) < 1e-6
 
 
 @pytest.mark.thorough
 def test_a_received_model_in_eval_mode_differs_by_its_statistics():
-    assert review_of_received("eval") > 0.01
+    assert review_at_the_start("eval") > 0.01
 
 
 class Bare(nn.Module):
@@ -146,7 +146,7 @@ class Bare(nn.Module):
         return nn.relu(nn.Dense(6)(x.reshape(len(x), -1)))
 
 
-def test_a_backbone_without_layers_is_told():
+def test_a_backbone_that_offers_no_layers_gives_a_warning():
     simulated = toy.simulation(method=FedRL(), model=Classifier(Bare(), toy.CLASSES))
     with pytest.warns(UserWarning, match="offers no layers, so FedRL reviews the logits alone"):
         simulated.round.lower(*simulated.arguments(simulated.start(), 0, simulated.plan(0)))

@@ -37,7 +37,7 @@ def test_loss_and_gradients_agree_with_the_vectors(g):
 @pytest.mark.parametrize("g", cases("fedrod"))
 def test_personal_logits_agree_with_the_vectors(g):
     layers = {"head": dense(g["in_Wg"], g["in_bg"]), "personal": dense(g["in_Wp"], g["in_bp"])}
-    np.testing.assert_allclose(personal(FedRoD(), layers, g["in_f"]), g["out_logits_personal"], 1e-9)
+    np.testing.assert_allclose(logits_of_personal_model(FedRoD(), layers, g["in_f"]), g["out_logits_personal"], 1e-9)
 
 
 @pytest.mark.usefixtures("x64")
@@ -50,22 +50,22 @@ def test_personal_heads_agree_with_the_reference(g):
         np.testing.assert_allclose(flat, expected, 1e-9, 1e-11)
 
 
-def personal(method, layers, features=FEATURES):
+def logits_of_personal_model(method, layers, features=FEATURES):
     model = context(method, np.ones(len(layers["head"]["bias"])), features=features.shape[-1]).model
     return method.logits(model, {"params": layers}, jnp.asarray(features), (), scope="personal")
 
 
-def generic(method, layers):
+def logits_of_generic_model(method, layers):
     model = context(method, COUNTS, features=4).model
     return method.logits(model, {"params": {"head": layers["head"]}}, jnp.asarray(FEATURES), ())
 
 
-def test_prior_has_the_sheets_value():
+def test_balanced_cross_entropy_matches_the_worked_example():
     value = balanced_cross_entropy(jnp.zeros((1, 2)), jnp.asarray([0]), jnp.asarray([3.0, 1.0]))
     np.testing.assert_allclose(value, -np.log(0.75), 1e-6)
 
 
-def test_equal_counts_make_the_plain_cross_entropy():
+def test_equal_counts_give_the_plain_cross_entropy():
     values = [
         balanced_cross_entropy(FEATURES[:, :3], LABELS, jnp.asarray([7.0, 7.0, 7.0]), power=power) for power in (1, 0)
     ]
@@ -84,12 +84,12 @@ def test_prior_power_of_zero_keeps_missing_classes():
 
 def test_zero_personal_head_predicts_as_the_generic_model():
     zeros = LAYERS | {"personal": jax.tree.map(jnp.zeros_like, LAYERS["head"])}
-    np.testing.assert_array_equal(personal(FedRoD(), zeros), generic(FedRoD(), zeros))
+    np.testing.assert_array_equal(logits_of_personal_model(FedRoD(), zeros), logits_of_generic_model(FedRoD(), zeros))
 
 
 def test_personal_head_alone_predicts_without_the_generic_one():
     logits = FEATURES @ LAYERS["personal"]["kernel"] + LAYERS["personal"]["bias"]
-    np.testing.assert_allclose(personal(FedRoD(personal_logits="alone"), LAYERS), logits, 1e-5)
+    np.testing.assert_allclose(logits_of_personal_model(FedRoD(personal_logits="alone"), LAYERS), logits, 1e-5)
 
 
 @pytest.mark.parametrize("personal_logits", ["sum", "alone"])
@@ -101,7 +101,7 @@ def test_personal_loss_trains_the_body_only_where_the_personal_head_is_alone(per
 
 
 @pytest.mark.parametrize("start", ["zeros", "generic"])
-def test_first_personal_head_is_zero_or_the_generic_one(start):
+def test_the_initial_personal_head_is_zero_or_the_generic_one(start):
     head = FedRoD(personal_start=start).init_client(None, Server({"params": LAYERS}), None, None)
     expected = LAYERS["head"]["kernel"] * (start == "generic")
     np.testing.assert_array_equal(head["kernel"], expected)
@@ -117,30 +117,30 @@ def test_padding_does_not_change_the_loss(personal_logits):
 
 
 @pytest.mark.thorough
-def test_personal_model_is_the_global_one_with_the_own_head():
+def test_the_personal_model_is_the_global_one_with_the_personal_head():
     simulated = toy.simulation("fedrod")
     state, _ = toy.train(simulated, (0,))
     k = int(simulated.clients_of(0)[0][-1])
     server, client = (jax.tree.map(lambda x: x[0], state.servers), jax.tree.map(lambda x: x[k], state.clients))
     assert np.abs(client["kernel"]).max() > 1e-4
     expected = {"params": server.variables["params"] | {"personal": client}}
-    found = FedRoD().personal_variables(server, client)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    variables = FedRoD().personal_variables(server, client)
+    assert jax.tree.structure(variables) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, variables, expected)
 
 
 @pytest.mark.thorough
 def test_pa_is_read_from_the_model_asked_for():
-    read = {}
+    accuracies = {}
     for source in ("local", "server"):
         options = {"method": "fedrod", "pa_model": source, "lanes": 1, "rounds": 1, "local_epochs": 1, "clients": 4}
         run = trained(**options, lr=0.1, beta=1.0, batch_size=50)
         correct = np.array(run.simulation.evaluate(run.state, personal=True).personal).sum(1)
-        of_server = np.mean(correct / run.federation.test_sizes)
-        read[source] = run.history.rows[0]["pa"], of_server
-    assert read["server"][0] == pytest.approx(read["server"][1])
-    assert read["local"][0] != pytest.approx(read["local"][1], abs=1e-3)
+        server_pa = np.mean(correct / run.federation.test_sizes)
+        accuracies[source] = run.history.rows[0]["pa"], server_pa
+    assert accuracies["server"][0] == pytest.approx(accuracies["server"][1])
+    assert accuracies["local"][0] != pytest.approx(accuracies["local"][1], abs=1e-3)
 
 
-def test_pa_is_that_of_the_local_model_as_fedgelas():
+def test_pa_is_that_of_the_local_model_as_in_fedgela():
     assert FedRoD().traits().personal_model == FedGELA().traits().personal_model == "local"

@@ -1,4 +1,4 @@
-"""FedTGP: prototypes that the server trains, against the reference, and the models that follow them."""
+"""FedTGP: the prototypes that the server trains, against the reference, and the models that are drawn to them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import pytest
 import toy
 from golden_vectors import cases
-from participants import SGD, arrays, assert_close, same
+from participants import SGD, arrays, assert_close, largest_difference, same
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
@@ -26,22 +26,22 @@ from fedjax_pcdd.models.generator import generate_prototypes
 
 RTOL, ATOL = 1e-9, 1e-12
 golden = pytest.mark.parametrize("g", cases("fedtgp"))
-everyone = {"cohort": 5, "server_epochs": 3}
+FULL_COHORT = {"cohort": 5, "server_epochs": 3}
 
 
 def network(g, prefix):
-    """The server's network from the reference's names, weights (out, in)."""
-    arrays = {name: jnp.asarray(g[f"{prefix}{name}"]) for name in ("embedding", "W1", "b1", "W2", "b2")}
-    first, second = ({"kernel": arrays[f"W{i}"].T, "bias": arrays[f"b{i}"]} for i in (1, 2))
-    return {"embedding": arrays["embedding"], "fc1": first, "fc2": second}
+    """The server's network from the reference's arrays, whose weights are (out, in)."""
+    values = {name: jnp.asarray(g[f"{prefix}{name}"]) for name in ("embedding", "W1", "b1", "W2", "b2")}
+    first, second = ({"kernel": values[f"W{i}"].T, "bias": values[f"b{i}"]} for i in (1, 2))
+    return {"embedding": values["embedding"], "fc1": first, "fc2": second}
 
 
 def uploaded(g):
-    """Prototypes, labels, centres and which exist."""
+    """The uploaded prototypes, their labels, the centre of each class, and which centres exist."""
     prototypes, labels = jnp.asarray(g["in_protos"]), jnp.asarray(g["in_labels"])
-    members = jax.nn.one_hot(labels, len(g["in_embedding"]), dtype=prototypes.dtype)
-    counts = members.sum(0)
-    return prototypes, labels, members.T @ prototypes / jnp.maximum(counts, 1)[:, None], counts > 0
+    one_hot = jax.nn.one_hot(labels, len(g["in_embedding"]), dtype=prototypes.dtype)
+    counts = one_hot.sum(0)
+    return prototypes, labels, one_hot.T @ prototypes / jnp.maximum(counts, 1)[:, None], counts > 0
 
 
 def assert_agrees(value, expected):
@@ -72,14 +72,12 @@ def test_gaps_and_distances_agree_with_the_reference(g):
 
 
 @golden
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])  # whose loop is longer than the samples ask
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])  # on a GPU, steps beyond the samples run without effect
 @pytest.mark.usefixtures("x64")
 def test_trained_prototypes_agree_with_the_reference(g, backend, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     prototypes, labels, *_ = uploaded(g)
-    padded = np.concatenate(
-        [g["in_order"], np.zeros((len(g["in_order"]), 5), int)], 1
-    )  # what does not count comes last
+    padded = np.concatenate([g["in_order"], np.zeros((len(g["in_order"]), 5), int)], 1)  # the padding comes last
 
     def loss(params, index, mask):
         targets = generate_prototypes(params)
@@ -87,8 +85,8 @@ def test_trained_prototypes_agree_with_the_reference(g, backend, monkeypatch):
 
     size, lr = g["par_batch_lr"]
     order = jnp.asarray(padded).__getitem__
-    how = {"epochs": len(padded), "size": int(size)}
-    trained = train_in_passes(network(g, "in_"), loss, order, len(labels), optax.sgd(lr), **how)
+    options = {"epochs": len(padded), "size": int(size)}
+    trained = train_in_passes(network(g, "in_"), loss, order, len(labels), optax.sgd(lr), **options)
     assert_agrees(trained, network(g, "out_trained_"))
     assert_agrees(generate_prototypes(trained), g["out_trained_global"])
 
@@ -100,8 +98,8 @@ def test_the_clients_loss_and_prediction_agree_with_the_reference(g):
     valid = jnp.ones(len(targets), bool)
 
     def loss(z):
-        near = squared_distance_to_own(z, labels, targets, valid)
-        return cross_entropy(z @ g["in_head_W"].T + g["in_head_b"], labels) + g["par_lambda"] * near
+        distance = squared_distance_to_own(z, labels, targets, valid)
+        return cross_entropy(z @ g["in_head_W"].T + g["in_head_b"], labels) + g["par_lambda"] * distance
 
     value, gradient = jax.value_and_grad(loss)(jnp.asarray(g["in_z"]))
     assert_agrees(value, g["out_client_loss"])
@@ -110,7 +108,7 @@ def test_the_clients_loss_and_prediction_agree_with_the_reference(g):
     np.testing.assert_array_equal(nearest, g["out_nearest"])
 
 
-def test_loss_has_the_sheets_value():
+def test_loss_matches_the_worked_example():
     prototype, targets = jnp.zeros((1, 1)), jnp.asarray([[5.0], [1.0]])
     value = margin_cross_entropy(prototype, jnp.zeros(1, int), targets, 2.0)
     np.testing.assert_allclose(value, 6.00248, rtol=1e-6)
@@ -122,25 +120,25 @@ def test_a_single_class_has_the_largest_margin(rule):
 
 
 @pytest.mark.thorough
-def test_a_prototype_that_is_its_own_target_has_no_gradient_of_its_distance():
-    def own(target):
+def test_a_target_equal_to_its_prototype_has_zero_gradient():
+    def loss(target):
         return margin_cross_entropy(jnp.ones((1, 2)), jnp.zeros(1, int), jnp.stack([target, jnp.zeros(2)]), 1.0)
 
-    np.testing.assert_array_equal(jax.grad(own)(jnp.ones(2)), 0)
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(2)), 0)
 
 
 @pytest.mark.thorough
-def test_without_its_term_it_is_training_alone():
-    ours, _ = toy.train(toy.simulation("fedtgp", lam=0.0, server_epochs=3))
+def test_only_without_its_term_it_equals_solo():
+    without_term, _ = toy.train(toy.simulation("fedtgp", lam=0.0, server_epochs=3))
     solo, _ = toy.train(toy.simulation("solo"))
-    assert_close(arrays(ours.clients), arrays(solo.clients), 1e-6)
-    moved, _ = toy.train(toy.simulation("fedtgp", server_epochs=3))
-    assert not same(arrays(moved.clients), arrays(solo.clients))
+    assert_close(arrays(without_term.clients), arrays(solo.clients), 1e-6)
+    with_term, _ = toy.train(toy.simulation("fedtgp", server_epochs=3))
+    assert largest_difference(arrays(with_term.clients), arrays(solo.clients)) > 1e-5
 
 
 @pytest.mark.thorough
-def test_the_first_round_has_no_term_and_begins_the_servers_training():
-    simulated = toy.simulation("fedtgp", **everyone)
+def test_the_first_round_equals_solo_and_begins_the_servers_training():
+    simulated = toy.simulation("fedtgp", **FULL_COHORT)
     before = arrays(simulated.start().servers)
     state = arrays(toy.train(simulated, (0,))[0])
     solo = arrays(toy.train(toy.simulation("solo", cohort=5), (0,))[0])
@@ -152,22 +150,22 @@ def test_the_first_round_has_no_term_and_begins_the_servers_training():
 
 
 @pytest.mark.thorough
-def test_every_pass_over_the_uploaded_prototypes_has_an_order_of_its_own():
+def test_each_pass_over_the_uploaded_prototypes_has_its_own_order():
     setting = Setting(4, 6, num_clients=3, rounds=1, epochs=1, batch_size=8, normalised=False)
-    known = ServerContext(None, setting, Local(lr=1.0), jnp.zeros((), int), jnp.arange(3), 3, jax.random.key(1))
+    context = ServerContext(None, setting, Local(lr=1.0), jnp.zeros((), int), jnp.arange(3), 3, jax.random.key(1))
     prototypes = jax.random.normal(jax.random.key(2), (3, 4, 6))
     message = Message(each=(prototypes, jnp.ones((3, 4), bool)))
 
-    def after(epochs, server):
-        return FedTGP(server_epochs=epochs, server_batch=2).aggregate(server, message, jnp.ones(3) / 3, known)
+    def trained(epochs, server):
+        return FedTGP(server_epochs=epochs, server_batch=2).aggregate(server, message, jnp.ones(3) / 3, context)
 
     start = FedTGP().init_server(setting, (), jnp.ones((3, 4)), jax.random.key(0))
-    assert not np.allclose(after(2, start).prototypes, after(1, after(1, start)).prototypes, atol=1e-4)
+    assert not np.allclose(trained(2, start).prototypes, trained(1, trained(1, start)).prototypes, atol=1e-4)
 
 
 def scores(**options):
     """Scores of client 3's model on the test images after a round, for PA and for GA."""
-    simulated = toy.simulation("fedtgp", **everyone, **options)
+    simulated = toy.simulation("fedtgp", **FULL_COHORT, **options)
     state = arrays(toy.train(simulated, (0,))[0])
     server, client = (jax.tree.map(lambda x, k=k: x[k], t) for t, k in ((state.servers, 0), (state.clients, 3)))
     facts = Facts(jnp.int32(3), jnp.asarray([5, 5, 4, 0]), jnp.asarray(14), jnp.zeros((5, 4)))
@@ -180,7 +178,7 @@ def scores(**options):
 
 
 @pytest.mark.thorough
-def test_prediction_knows_all_classes_unless_asked_for_the_clients_own():
+def test_predictions_use_all_classes_unless_limited_to_the_clients_own():
     personal, local = scores()
     assert np.isfinite(personal).all()
     np.testing.assert_array_equal(personal, local)
@@ -190,25 +188,25 @@ def test_prediction_knows_all_classes_unless_asked_for_the_clients_own():
 
 
 @pytest.mark.thorough
-def test_prediction_is_the_classifiers_before_prototypes_exist():
-    simulated = toy.simulation("fedtgp", **everyone)
+def test_predictions_are_the_classifiers_before_prototypes_exist():
+    simulated = toy.simulation("fedtgp", **FULL_COHORT)
     state = simulated.start()
-    ours = simulated.evaluate(state, personal=True)
+    correct = simulated.evaluate(state, personal=True)
     solo = toy.simulation("solo", cohort=5)
-    np.testing.assert_array_equal(ours.personal, solo.evaluate(solo.start(), personal=True).personal)
+    np.testing.assert_array_equal(correct.personal, solo.evaluate(solo.start(), personal=True).personal)
 
 
 @pytest.mark.thorough
-def test_accuracies_on_domains_are_those_of_all_classes():
-    counts = []
+def test_domain_accuracies_use_all_classes():
+    correct = []
     for predict in ("prototype", "own"):
-        table = toy.groups("fedtgp", necks=(0,) * 5, predict=predict, server_epochs=3, **SGD)
-        counts.append(table.domain_correct(toy.train(table, (0,))[0]))
-    np.testing.assert_array_equal(*counts)
+        groups = toy.groups("fedtgp", necks=(0,) * 5, predict=predict, server_epochs=3, **SGD)
+        correct.append(groups.domain_correct(toy.train(groups, (0,))[0]))
+    np.testing.assert_array_equal(*correct)
 
 
-def groups(monkeypatch, name, *widths, **options):
-    """Participants whose features have these widths, after a neck; 0 is without one, -1 the same by another name."""
+def groups_of_widths(monkeypatch, name, *widths, **options):
+    """Participants with necks of these widths; 0 means no neck, and -1 the same, but as another architecture."""
     plain = toy.architectures(0)[0]
     models = [plain.clone(neck=int(width > 0), neck_width=width or None) for width in widths]
     monkeypatch.setattr(toy, "architectures", lambda *_: models)
@@ -217,30 +215,30 @@ def groups(monkeypatch, name, *widths, **options):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedtgp", "fedproto"])
-def test_what_the_server_makes_of_prototypes_does_not_depend_on_the_architectures(monkeypatch, name):
+def test_server_prototypes_do_not_depend_on_the_architectures(monkeypatch, name):
     outcomes = []
     for widths in ((0, 0, 0, 0, 0), (0, -1, -1, 0, -1)):  # one group, and two whose models are alike
-        table = groups(monkeypatch, name, *widths, **({"server_epochs": 3} if name == "fedtgp" else {}))
-        assert len(table.groups) == len(set(widths))
-        state, _ = toy.train(table, (0, 1))
-        first = jnp.argsort(jnp.concatenate([jnp.asarray(m) for m in table.members]))
-        clients = jax.tree.map(lambda *x, order=first: jnp.concatenate(x)[order], *state.clients)
+        groups = groups_of_widths(monkeypatch, name, *widths, **({"server_epochs": 3} if name == "fedtgp" else {}))
+        assert len(groups.groups) == len(set(widths))
+        state, _ = toy.train(groups, (0, 1))
+        order_of_participants = jnp.argsort(jnp.concatenate([jnp.asarray(m) for m in groups.members]))
+        clients = jax.tree.map(lambda *x, order=order_of_participants: jnp.concatenate(x)[order], *state.clients)
         outcomes.append((clients, state.servers["groups"]))
-    (clients, (server,)), (others, servers) = arrays(outcomes)
-    for other in servers:
-        assert_close(other.prototypes, server.prototypes, 1e-5)
-    assert_close(others, clients, 1e-5)
+    (clients, (server,)), (two_group_clients, two_group_servers) = arrays(outcomes)
+    for other_server in two_group_servers:
+        assert_close(other_server.prototypes, server.prototypes, 1e-5)
+    assert_close(two_group_clients, clients, 1e-5)
 
 
-def test_models_of_several_widths_get_as_many_features_as_asked_for(monkeypatch):
+def test_models_of_several_widths_need_a_common_number_of_features(monkeypatch):
     with pytest.raises(UserError, match="not 6 and 9: set features"):
-        groups(monkeypatch, "fedtgp", 6, 9, 6, 9, 6)
-    table = groups(monkeypatch, "fedtgp", 6, 9, 6, 9, 6, features=4, server_epochs=3)
-    assert {group.program.setting.feature_dim for group in table.groups} == {4}
+        groups_of_widths(monkeypatch, "fedtgp", 6, 9, 6, 9, 6)
+    groups = groups_of_widths(monkeypatch, "fedtgp", 6, 9, 6, 9, 6, features=4, server_epochs=3)
+    assert {group.program.setting.feature_dim for group in groups.groups} == {4}
 
 
-@pytest.mark.parametrize(("options", "named"), [({"lam": 0.0}, "`lam`"), ({"server_epochs": 0}, "`server_epochs=0`")])
-def test_prototypes_that_teach_nothing_are_advised_against(options, named):
+@pytest.mark.parametrize(("options", "name"), [({"lam": 0.0}, "`lam`"), ({"server_epochs": 0}, "`server_epochs=0`")])
+def test_prototypes_that_teach_nothing_are_advised_against(options, name):
     hyper = Local(lr=0.1, momentum=0.9, weight_decay=0.0, clip=jnp.inf)
-    assert named in FedTGP(**options).configure(None, hyper)[1][0]
+    assert name in FedTGP(**options).configure(None, hyper)[1][0]
     assert not FedTGP().configure(None, hyper)[1]

@@ -13,47 +13,47 @@ from fedjax_pcdd.methods.method import Batch, Setting
 from fedjax_pcdd.models.classifier import Outputs
 
 FEATURES = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), jnp.float32)
-SURE = 50.0
+CONFIDENT = 50.0
 LABELS, COUNTS = np.array([0, 1, 2, 0, 1, 2, 0]), [3, 2, 2]
 
 
-def test_uniformity_has_the_sheets_value():
+def test_uniformity_matches_the_worked_example():
     np.testing.assert_allclose(uniformity(jnp.asarray([[0.0], [1.0], [3.0]])), 0.417360, rtol=1e-5)
 
 
-def test_prediction_variance_has_the_sheets_values():
-    np.testing.assert_allclose(prediction_variance(SURE * jnp.eye(2)), 0, atol=1e-6)
+def test_prediction_variance_matches_the_worked_examples():
+    np.testing.assert_allclose(prediction_variance(CONFIDENT * jnp.eye(2)), 0, atol=1e-6)
     np.testing.assert_allclose(prediction_variance(jnp.ones((2, 2))), 0.70711, rtol=1e-5)
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
-def test_balanced_certain_batches_lack_nothing_up_to_as_many_samples_as_classes(repeats):
+def test_balanced_certain_batches_have_zero_loss_only_with_c_samples(repeats):
     classes, size = 3, 3 * repeats
-    value = prediction_variance(SURE * jnp.tile(jnp.eye(classes), (repeats, 1)))
+    value = prediction_variance(CONFIDENT * jnp.tile(jnp.eye(classes), (repeats, 1)))
     spread = np.sqrt((1 / classes) * (1 - 1 / classes) * size / (size - 1))
     np.testing.assert_allclose(value, max(1 / np.sqrt(classes) - spread, 0), atol=1e-6)
 
 
 @pytest.mark.thorough
-def test_constant_predictions_are_at_the_upper_end():
+def test_constant_predictions_have_the_largest_loss_and_a_finite_gradient():
     value, gradient = jax.value_and_grad(prediction_variance)(jnp.tile(FEATURES[:1], (5, 1)))
     np.testing.assert_allclose(value, 0.5, rtol=1e-6)
     assert np.all(np.isfinite(gradient))
 
 
-def test_uniformity_depends_on_the_shape_of_the_cloud_alone():
-    moved = -3 * FEATURES + jnp.asarray([1.0, 2.0, 0.0, -1.0])
-    np.testing.assert_allclose(uniformity(moved), uniformity(FEATURES), rtol=1e-5)
+def test_uniformity_does_not_depend_on_the_position_or_scale_of_features():
+    transformed = -3 * FEATURES + jnp.asarray([1.0, 2.0, 0.0, -1.0])
+    np.testing.assert_allclose(uniformity(transformed), uniformity(FEATURES), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("width", "radial"), [("median", False), ("constant", True)])
-def test_only_a_constant_width_pushes_the_cloud_apart_as_a_whole(width, radial):
+def test_only_a_constant_width_pushes_features_apart_as_a_whole(width, radial):
     gradient = jax.grad(lambda z: uniformity(z, width=width))(FEATURES)
     assert (abs(jnp.vdot(gradient, FEATURES)) > 1e-3) == radial
 
 
 @pytest.mark.parametrize("width", ["median", "constant"])
-def test_two_samples_have_the_median_pair_alone(width):
+def test_two_samples_are_one_pair_at_the_median_distance(width):
     np.testing.assert_allclose(uniformity(FEATURES[:2], width=width), np.exp(-1), rtol=1e-6)
 
 
@@ -63,7 +63,7 @@ def test_equal_rows_count_in_the_mean_and_not_in_the_median():
 
 
 @pytest.mark.thorough
-def test_gradient_of_uniformity_is_that_of_its_value(x64):
+def test_gradient_of_uniformity_agrees_with_finite_differences(x64):
     z = np.asarray(FEATURES, np.float64)
     gradient, step = jax.grad(uniformity)(jnp.asarray(z)), 1e-6
     numeric = np.zeros_like(z)
@@ -95,10 +95,10 @@ def test_the_weight_of_the_variance_may_grow_with_the_number_of_classes(classes)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
-def test_features_are_of_unit_length_only_where_asked(normalise):
+def test_features_are_normalised_only_if_asked(normalise):
     layers = {"head": dense(np.eye(3, 4, dtype=np.float32), np.zeros(3, np.float32))}
     stretched = np.asarray(FEATURES) * np.arange(1, 8, dtype=np.float32)[:, None]
     values = [loss(FedUV(lam=0.0, normalise=normalise), layers, z, LABELS, COUNTS) for z in (FEATURES, stretched)]
-    plain = [loss(FedUV(lam=0.0, mu=0.0), layers, z, LABELS, COUNTS) for z in (FEATURES, stretched)]
-    spread = [value - other for value, other in zip(values, plain, strict=True)]
-    assert np.isclose(*spread, rtol=1e-4) == normalise
+    cross_entropies = [loss(FedUV(lam=0.0, mu=0.0), layers, z, LABELS, COUNTS) for z in (FEATURES, stretched)]
+    uniformities = [value - other for value, other in zip(values, cross_entropies, strict=True)]
+    assert np.isclose(*uniformities, rtol=1e-4) == normalise

@@ -17,11 +17,11 @@ RNG = np.random.default_rng(0)
 LOGITS = jnp.asarray(RNG.normal(size=(6, 5)), jnp.float32)
 LABELS, COUNTS = jnp.asarray([0, 0, 1, 3, 3, 4]), jnp.asarray([9, 2, 0, 8, 1])
 VACANT, ROWS = COUNTS == 0, jnp.arange(6)
-FORMS = pytest.mark.parametrize("form", ["code", "paper"])
+each_form = pytest.mark.parametrize("form", ["code", "paper"])
 
 
 @pytest.mark.thorough
-def test_terms_have_the_sheets_values():
+def test_terms_match_the_worked_examples():
     logits, labels, counts = jnp.asarray([[1.0, 0.0, 2.0]]), jnp.asarray([0]), jnp.asarray([3, 1, 0])
     calibrated = calibrated_cross_entropy(logits, labels, counts, form="paper")
     np.testing.assert_allclose(calibrated, 0.115671, atol=5e-7)
@@ -30,13 +30,13 @@ def test_terms_have_the_sheets_values():
     assert masked_kl(logits[:, ::-1], logits, counts == 0) == 0
 
 
-@FORMS
-def test_equal_counts_of_all_classes_calibrate_nothing(form):
+@each_form
+def test_equal_counts_of_all_classes_give_plain_cross_entropy(form):
     value = calibrated_cross_entropy(LOGITS, LABELS, jnp.full(5, 7), form=form)
     np.testing.assert_allclose(value, cross_entropy(LOGITS, LABELS), rtol=1e-6)
 
 
-@FORMS
+@each_form
 def test_labels_and_vacant_classes_are_not_suppressed(form):
     gradient = jax.grad(logit_suppression)(LOGITS, LABELS, COUNTS, form=form)
     assert np.all(gradient[:, VACANT] == 0)
@@ -45,16 +45,16 @@ def test_labels_and_vacant_classes_are_not_suppressed(form):
     assert np.all(gradient[others] > 0)
 
 
-def test_printed_suppression_alone_falls_with_all_logits_of_owned_classes():
+def test_only_the_printed_suppression_falls_with_all_owned_logits():
     lowered = jnp.where(VACANT, LOGITS, LOGITS - 10)
     values = {
         form: [logit_suppression(o, LABELS, COUNTS, form=form) for o in (LOGITS, lowered)] for form in ("code", "paper")
     }
     np.testing.assert_allclose(values["paper"][0] - values["paper"][1], 10, rtol=1e-5)
-    assert values["code"][1] > values["code"][0] - 5  # what the label counts holds it
+    assert values["code"][1] > values["code"][0] - 5  # the 0 that stands for the label bounds it
 
 
-def test_printed_suppression_leaves_out_a_class_that_all_samples_of_the_batch_have():
+def test_printed_suppression_omits_a_class_that_is_the_label_of_all_samples():
     labels = jnp.full(6, 3)
     value, gradient = jax.value_and_grad(logit_suppression)(LOGITS, labels, COUNTS, form="paper")
     expected = sum(COUNTS[c] / 20 * (jax.nn.logsumexp(LOGITS[:, c]) - np.log(6)) for c in (0, 1, 4))
@@ -62,7 +62,7 @@ def test_printed_suppression_leaves_out_a_class_that_all_samples_of_the_batch_ha
     assert np.all(gradient[:, 3] == 0)
 
 
-@FORMS
+@each_form
 def test_a_client_with_one_class_is_neither_calibrated_nor_suppressed(form):
     labels, counts = jnp.full(6, 3), jnp.asarray([0, 0, 0, 20, 0])
     gradient = jax.grad(calibrated_cross_entropy)(LOGITS, labels, counts, form=form)
@@ -71,16 +71,16 @@ def test_a_client_with_one_class_is_neither_calibrated_nor_suppressed(form):
     assert np.all(gradient == 0)
 
 
-@FORMS
-def test_a_client_without_samples_has_finite_losses(form):
-    nothing = jnp.zeros(5, int)
+@each_form
+def test_a_client_without_samples_has_zero_losses_and_gradients(form):
+    no_counts = jnp.zeros(5, int)
     for loss in (calibrated_cross_entropy, logit_suppression):
-        value, gradient = jax.value_and_grad(loss)(LOGITS, LABELS, nothing, form=form, mask=jnp.zeros(6))
+        value, gradient = jax.value_and_grad(loss)(LOGITS, LABELS, no_counts, form=form, mask=jnp.zeros(6))
         assert value == 0
         assert np.all(gradient == 0)
 
 
-@FORMS
+@each_form
 def test_permuting_classes_permutes_the_gradients(form):
     order = jnp.asarray([3, 1, 4, 0, 2])
     labels = jnp.argsort(order)[LABELS]
@@ -104,41 +104,41 @@ MOVED = jax.tree.map(lambda x: x + 0.3 * jnp.arange(x.size, dtype=x.dtype).resha
 
 
 def value_and_gradient(method, received, counts=COUNTS):
-    """Loss and gradient for the head of a client that received other layers."""
-    known = context(method, counts, features=4)._replace(start={"params": received})
+    """Loss of a client with LAYERS that received other layers, and its gradient for the head."""
+    client_context = context(method, counts, features=4)._replace(start={"params": received})
     batch = Batch(jnp.asarray(FEATURES), LABELS, jnp.ones(6))
-    return jax.value_and_grad(lambda layers: method.loss({"params": layers}, batch, known)[0])(LAYERS)
+    return jax.value_and_grad(lambda layers: method.loss({"params": layers}, batch, client_context)[0])(LAYERS)
 
 
-def assert_same(one, other):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), one, other)
+def assert_close(actual, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), actual, expected)
 
 
-def test_a_client_that_has_not_moved_has_nothing_to_distil():
+def test_a_client_with_the_received_weights_has_nothing_to_distil():
     methods = [FedVLS(lam=lam, omega=0.005) for lam in (5.0, 0.0)]
-    assert_same(*(value_and_gradient(method, LAYERS) for method in methods))
+    assert_close(*(value_and_gradient(method, LAYERS) for method in methods))
 
 
 def test_a_client_with_all_classes_or_all_but_one_has_nothing_to_distil():
     for counts in (jnp.asarray([9, 2, 3, 8, 1]), COUNTS):
         methods = [FedVLS(lam=lam, omega=0.005) for lam in (5.0, 0.0)]
-        assert_same(*(value_and_gradient(method, MOVED, counts) for method in methods))
+        assert_close(*(value_and_gradient(method, MOVED, counts) for method in methods))
 
 
 def test_a_client_that_lacks_two_classes_is_drawn_to_the_received_model():
     counts = jnp.asarray([9, 0, 0, 8, 1])
-    strong, weak = (value_and_gradient(FedVLS(lam=lam, omega=0.005), MOVED, counts) for lam in (5.0, 0.0))
-    assert strong[0] > weak[0]
-    assert np.all(strong[1]["head"]["bias"][1:3] != weak[1]["head"]["bias"][1:3])
+    distilled, undistilled = (value_and_gradient(FedVLS(lam=lam, omega=0.005), MOVED, counts) for lam in (5.0, 0.0))
+    assert distilled[0] > undistilled[0]
+    assert np.all(distilled[1]["head"]["bias"][1:3] != undistilled[1]["head"]["bias"][1:3])
 
 
 def test_without_calibration_and_both_weights_it_is_fedavg():
-    assert_same(
+    assert_close(
         value_and_gradient(FedVLS(lam=0.0, omega=0.0, calibrated=False), MOVED), value_and_gradient(Method(), MOVED)
     )
 
 
-def test_weight_of_the_suppression_belongs_to_its_form():
+def test_default_weight_of_the_suppression_depends_on_its_form():
     setting = Setting(5, 4, 1, 1, 1, 6, False)
     weights = {form: FedVLS(form=form).configure(setting, None)[0].omega for form in ("code", "paper")}
     assert weights == {"code": 0.005, "paper": 1.0}
@@ -146,12 +146,12 @@ def test_weight_of_the_suppression_belongs_to_its_form():
 
 
 def test_advice_is_given_where_the_loss_is_unbounded_or_constant():
-    none, few = (Setting(5, 4, 1, 1, 1, 6, False, one_class_clients=n) for n in (0, 3))
-    assert FedVLS().configure(few, None)[1] == []
-    assert "unbounded below" in FedVLS(form="paper").configure(none, None)[1][0]
-    assert FedVLS(form="paper", omega=0.05).configure(none, None)[1] == []
-    assert "set `lam` above 0" in FedVLS(lam=0.0).configure(few, None)[1][0]
-    assert "calibrated=false" in FedVLS().configure(few._replace(num_classes=2), None)[1][0]
+    no_single_class, some_single_class = (Setting(5, 4, 1, 1, 1, 6, False, one_class_clients=n) for n in (0, 3))
+    assert FedVLS().configure(some_single_class, None)[1] == []
+    assert "unbounded below" in FedVLS(form="paper").configure(no_single_class, None)[1][0]
+    assert FedVLS(form="paper", omega=0.05).configure(no_single_class, None)[1] == []
+    assert "set `lam` above 0" in FedVLS(lam=0.0).configure(some_single_class, None)[1][0]
+    assert "calibrated=false" in FedVLS().configure(some_single_class._replace(num_classes=2), None)[1][0]
 
 
 @pytest.mark.parametrize(("fewest", "count"), [(3, 0), (4, 1), (5, 1)])

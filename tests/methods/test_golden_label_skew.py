@@ -1,4 +1,4 @@
-"""The parts of the methods for label skew against the golden vectors, in float64 and in float32."""
+"""Losses and ETF classifiers of the methods for label skew against the golden vectors, in float64 and in float32."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from fedjax_pcdd.models.etf import etf_from, separation, sparse_etf
 class Precision(NamedTuple):
     dtype: str
     rtol: float
-    atol: float  # of what is nearly 0 by cancellation
+    atol: float  # for values that are nearly 0 by cancellation
 
     def array(self, values):
         return jnp.asarray(values, self.dtype)
@@ -44,53 +44,53 @@ def assert_close(actual, expected, rtol, atol=0.0):
     np.testing.assert_allclose(actual, expected, rtol=rtol, atol=max(atol, rtol * np.max(np.abs(expected))))
 
 
-def differentiated(loss):
+def value_and_gradient(loss):
     return jax.jit(jax.value_and_grad(loss))
 
 
 # FedVLS
 
-CLIENTS = pytest.mark.parametrize("client", ["", "_allpresent", "_onevacant", "_oneclass"])
+each_client = pytest.mark.parametrize("client", ["", "_allpresent", "_onevacant", "_oneclass"])
 
 
-def fedvls(g, client, precision):
-    """(terms of the objective by name, functions of the logits; the logits) of one client of the file."""
+def fedvls_terms(g, client, precision):
+    """For one client of the file: the terms of the objective by name, as functions of the logits, and the logits."""
     labels = jnp.asarray(g.get(f"in_y{client}", g["in_y"]))
     counts, teacher = precision.array(g[f"in_counts{client}"]), precision.array(g["in_teacher"])
     epsilon = float(g["par_eps"])
     terms = {"dis": lambda o: masked_kl(teacher, o, counts == 0)}
     for form in ("code", "paper"):
-        known = {"form": form, "epsilon": epsilon}
+        options = {"form": form, "epsilon": epsilon}
         terms |= {
-            f"cal_{form}": lambda o, known=known: calibrated_cross_entropy(o, labels, counts, **known),
-            f"sup_{form}": lambda o, known=known: logit_suppression(o, labels, counts, **known),
+            f"cal_{form}": lambda o, options=options: calibrated_cross_entropy(o, labels, counts, **options),
+            f"sup_{form}": lambda o, options=options: logit_suppression(o, labels, counts, **options),
         }
     return terms, precision.array(g["in_logits"])
 
 
-@CLIENTS
+@each_client
 @pytest.mark.parametrize("term", ["cal_code", "cal_paper", "dis", "sup_code", "sup_paper"])
 @pytest.mark.parametrize("g", cases("fedvls"))
 def test_terms_of_fedvls_agree_with_their_vectors(g, term, client, precision):
-    terms, logits = fedvls(g, client, precision)
-    value, gradient = differentiated(terms[term])(logits)
+    terms, logits = fedvls_terms(g, client, precision)
+    value, gradient = value_and_gradient(terms[term])(logits)
     assert_close(value, g[f"out_{term}{client}"], precision.rtol, precision.atol)
     if not client:
         assert_close(gradient, g[f"out_grad_{term}"], precision.rtol)
 
 
-@CLIENTS
+@each_client
 @pytest.mark.parametrize("form", ["code", "paper"])
 @pytest.mark.parametrize("g", cases("fedvls"))
 def test_objectives_of_fedvls_agree_with_their_vectors(g, form, client, precision):
-    terms, logits = fedvls(g, client, precision)
+    terms, logits = fedvls_terms(g, client, precision)
     weight = float(g["par_coef"]) if form == "code" else 1.0
 
     def loss(o):
         suppressed = weight * terms[f"sup_{form}"](o)
         return terms[f"cal_{form}"](o) + suppressed + float(g["par_lambda"]) * terms["dis"](o)
 
-    value, gradient = differentiated(loss)(logits)
+    value, gradient = value_and_gradient(loss)(logits)
     assert_close(value, g[f"out_loss_{form}{client}"], precision.rtol)
     assert_close(gradient, g[f"out_grad_loss_{form}{client}"], precision.rtol)
 
@@ -114,9 +114,9 @@ def test_not_true_distillation_agrees_with_fedntd(g, tau, precision):
 
 
 @pytest.mark.parametrize("g", cases("fedntd"))
-def test_two_classes_leave_not_true_distillation_nothing(g, precision):
+def test_not_true_distillation_of_two_classes_is_zero(g, precision):
     labels, teacher = jnp.asarray(g["in_y_two"]), precision.array(g["in_teacher_two"])
-    value, gradient = differentiated(lambda o: not_true_distillation(teacher, o, labels))(
+    value, gradient = value_and_gradient(lambda o: not_true_distillation(teacher, o, labels))(
         precision.array(g["in_logits_two"])
     )
     assert (value, g["out_ntd_two"]) == (0, 0)
@@ -143,7 +143,7 @@ def test_label_masking_distillation_agrees_with_fedlmd(g, tau, teacher, precisio
 
 
 @pytest.mark.parametrize("g", cases("fedlmd"))
-def test_equal_counts_make_fedlmd_fedntd(g, precision):
+def test_with_equal_counts_fedlmd_is_fedntd(g, precision):
     labels, counts = jnp.asarray(g["in_y"]), precision.array(g["in_counts_equal"])
     teacher, logits = precision.array(g["in_teacher"]), precision.array(g["in_logits"])
     lmd = label_masking_distillation(teacher, logits, labels, majority_classes(counts))
@@ -161,7 +161,7 @@ def test_samples_without_a_class_to_distil_agree_with_fedlmd(g, precision):
         return label_masking_distillation(teacher, o, labels, majority, empty=empty)
 
     logits = precision.array(g["in_logits"])
-    value, gradient = differentiated(lambda o: loss(o, "skip"))(logits)
+    value, gradient = value_and_gradient(lambda o: loss(o, "skip"))(logits)
     assert_close(value, g["out_lmd_lone_tau1"], precision.rtol)
     assert_close(gradient, g["out_grad_lmd_lone_tau1"], precision.rtol)
     assert_close(loss(logits, "published"), g["out_lmd_lone_thousand_tau1"], precision.rtol)
@@ -177,7 +177,7 @@ def test_batch_decorrelation_agrees_with_feddecorr(g, form, constant, precision)
     def loss(z):
         return batch_decorrelation(z, form=form, epsilon=float(g["par_eps"]))
 
-    value, gradient = differentiated(loss)(precision.array(g[f"in_z{constant}"]))
+    value, gradient = value_and_gradient(loss)(precision.array(g[f"in_z{constant}"]))
     assert_close(value, g[f"out_loss_{form}{constant}"], precision.rtol)
     assert_close(gradient, g[f"out_grad_{form}{constant}"], precision.rtol)
 
@@ -186,7 +186,7 @@ def test_batch_decorrelation_agrees_with_feddecorr(g, form, constant, precision)
 @pytest.mark.parametrize("g", cases("feddecorr"))
 def test_decorrelation_of_tiny_batches_agrees_with_feddecorr(g, samples, precision):
     name = {1: "onesample", 2: "twosamples"}[samples]
-    value, gradient = differentiated(lambda z: batch_decorrelation(z, epsilon=float(g["par_eps"])))(
+    value, gradient = value_and_gradient(lambda z: batch_decorrelation(z, epsilon=float(g["par_eps"])))(
         precision.array(g["in_z"][:samples])
     )
     assert_close(value, g[f"out_loss_{name}"], precision.rtol)
@@ -198,7 +198,7 @@ def test_decorrelation_of_tiny_batches_agrees_with_feddecorr(g, samples, precisi
 
 @pytest.mark.parametrize("g", cases("feduv"))
 def test_prediction_variance_agrees_with_feduv(g, precision):
-    value, gradient = differentiated(prediction_variance)(precision.array(g["in_logits"]))
+    value, gradient = value_and_gradient(prediction_variance)(precision.array(g["in_logits"]))
     assert_close(value, g["out_variance"], precision.rtol)
     assert_close(gradient, g["out_grad_variance"], precision.rtol)
 
@@ -206,7 +206,7 @@ def test_prediction_variance_agrees_with_feduv(g, precision):
 @pytest.mark.parametrize(("rows", "width"), [("", "median"), ("_twins", "median"), ("", "constant")])
 @pytest.mark.parametrize("g", cases("feduv"))
 def test_uniformity_agrees_with_feduv(g, rows, width, precision):
-    value, gradient = differentiated(lambda z: uniformity(z, width=width))(precision.array(g[f"in_z{rows}"]))
+    value, gradient = value_and_gradient(lambda z: uniformity(z, width=width))(precision.array(g[f"in_z{rows}"]))
     assert_close(value, g[f"out_uniformity{rows}"], precision.rtol)
     name = f"out_grad_uniformity{rows}" + ("_constantwidth" if width == "constant" else "")
     assert_close(gradient, g[name], precision.rtol)
@@ -223,17 +223,17 @@ def test_objective_of_feduv_agrees_with_its_vector(g, precision):
 @pytest.mark.parametrize("g", cases("feduv"))
 def test_tiny_batches_agree_with_feduv(g, samples, precision):
     name = {1: "onesample", 2: "twosamples"}[samples]
-    value, gradient = differentiated(uniformity)(precision.array(g["in_z"][:samples]))
+    value, gradient = value_and_gradient(uniformity)(precision.array(g["in_z"][:samples]))
     assert_close(value, g[f"out_uniformity_{name}"], precision.rtol)
     assert_close(gradient, g.get(f"out_grad_uniformity_{name}", np.zeros(())), precision.rtol, precision.atol)
-    value, gradient = differentiated(prediction_variance)(precision.array(g["in_logits"][:samples]))
+    value, gradient = value_and_gradient(prediction_variance)(precision.array(g["in_logits"][:samples]))
     assert_close(value, g[f"out_variance_{name}"], precision.rtol)
     assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("g", cases("feduv"))
-def test_equal_features_are_at_the_upper_end_of_feduv_without_gradient(g, precision):
-    value, gradient = differentiated(uniformity)(precision.array(np.repeat(g["in_z"][:1], 3, axis=0)))
+def test_equal_features_have_feduvs_largest_uniformity_and_no_gradient(g, precision):
+    value, gradient = value_and_gradient(uniformity)(precision.array(np.repeat(g["in_z"][:1], 3, axis=0)))
     assert_close(value, g["out_uniformity_identical"], precision.rtol)
     np.testing.assert_array_equal(gradient, 0)
 

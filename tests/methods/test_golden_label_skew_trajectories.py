@@ -23,10 +23,10 @@ SETTINGS = {
     "fedloge": ("fedloge", {}),
 }
 pytestmark = pytest.mark.usefixtures("x64")
-everyone = pytest.mark.parametrize("g", cases("label_skew_trajectories"))
+each_case = pytest.mark.parametrize("g", cases("label_skew_trajectories"))
 
 
-@everyone
+@each_case
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_two_rounds_agree_with_the_reference(g, setting):
     name, hyper = SETTINGS[setting]
@@ -37,7 +37,7 @@ def test_two_rounds_agree_with_the_reference(g, setting):
         np.testing.assert_allclose(flat, expected, RTOL, ATOL)
 
 
-@everyone
+@each_case
 def test_personal_heads_of_fedloge_agree_with_the_reference(g):
     _, states = train(g, "fedloge", 3)
     for state, expected in zip(states, g["out_fedloge__heads"], strict=True):
@@ -46,7 +46,7 @@ def test_personal_heads_of_fedloge_agree_with_the_reference(g):
         np.testing.assert_allclose(flat, expected, RTOL, ATOL)
 
 
-@everyone
+@each_case
 def test_realigned_heads_of_fedloge_agree_with_the_reference(g):
     _, states = train(g, "fedloge", 3)
     method, last = FedLoGe(), states[-1]
@@ -55,5 +55,5 @@ def test_realigned_heads_of_fedloge_agree_with_the_reference(g):
     np.testing.assert_allclose(generic.T, g["out_fedloge__Wg_realigned"], RTOL, ATOL)
     for k, expected in enumerate(g["out_fedloge__Wl_realigned"]):
         client = jax.tree.map(lambda x, k=k: x[k], last.clients)
-        both = method.personal_variables(server, client)["params"]["head"]["kernel"]
-        np.testing.assert_allclose((both - client["kernel"]).T, expected, RTOL, ATOL)
+        combined = method.personal_variables(server, client)["params"]["head"]["kernel"]
+        np.testing.assert_allclose((combined - client["kernel"]).T, expected, RTOL, ATOL)

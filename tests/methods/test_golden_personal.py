@@ -9,15 +9,15 @@ from trajectories import train
 RTOL, ATOL = 1e-9, 1e-12
 
 pytestmark = pytest.mark.usefixtures("x64")
-of_each_case = pytest.mark.parametrize("g", cases("personal"))
+each_case = pytest.mark.parametrize("g", cases("personal"))
 
 
 def row(tree, k):
     return jax.tree.map(lambda x: x[k], tree)
 
 
-def split(problem, g):
-    """How many of the flat parameters are the body's."""
+def backbone_size(problem, g):
+    """Number of flat parameters that belong to the backbone."""
     return len(g["in_p0"]) - problem.classes * (problem.dim + 1)
 
 
@@ -25,37 +25,37 @@ def assert_agrees(value, expected):
     np.testing.assert_allclose(value, expected, RTOL, ATOL)
 
 
-@of_each_case
+@each_case
 def test_bodies_and_personal_heads_of_fedper_agree_with_the_reference(g):
     problem, states = train(g, "fedper", 3)
     for state, body, heads in zip(states, g["out_fedper"], g["out_fedper__heads"], strict=True):
         params = row(state.servers.variables["params"], 0)
-        assert_agrees(problem.flatten(params)[: split(problem, g)], body)
+        assert_agrees(problem.flatten(params)[: backbone_size(problem, g)], body)
         for k, head in enumerate(heads):
-            own = {**params, **row(state.clients["params"], k)}
-            assert_agrees(problem.flatten(own)[split(problem, g) :], head)
+            personal = {**params, **row(state.clients["params"], k)}
+            assert_agrees(problem.flatten(personal)[backbone_size(problem, g) :], head)
 
 
-@of_each_case
+@each_case
 @pytest.mark.parametrize(("setting", "weights"), [("lgfedavg", "method"), ("lgfedavg_uniform", "uniform")])
 def test_heads_and_personal_bodies_of_lg_fedavg_agree_with_the_reference(g, setting, weights):
     problem, states = train(g, "lgfedavg", 3, weights=weights)
     for state, head, bodies in zip(states, g[f"out_{setting}"], g[f"out_{setting}__bodies"], strict=True):
         params = row(state.servers.variables["params"], 0)
-        assert_agrees(problem.flatten(params)[split(problem, g) :], head)
+        assert_agrees(problem.flatten(params)[backbone_size(problem, g) :], head)
         for k, body in enumerate(bodies):
-            own = {**params, **row(state.clients["params"], k)}
-            assert_agrees(problem.flatten(own)[: split(problem, g)], body)
+            personal = {**params, **row(state.clients["params"], k)}
+            assert_agrees(problem.flatten(personal)[: backbone_size(problem, g)], body)
 
 
-@of_each_case
+@each_case
 @pytest.mark.parametrize("setting", ["ditto", "ditto_lambda0"])
 def test_global_and_personal_models_of_ditto_agree_with_the_reference(g, setting):
     problem, states = train(g, "ditto", 3, lam=float(g["par_lambda"]) if setting == "ditto" else 0.0)
     for state, expected, personal in zip(states, g[f"out_{setting}"], g[f"out_{setting}__personal"], strict=True):
         assert_agrees(problem.flatten(row(state.servers.variables["params"], 0)), expected)
-        for k, own in enumerate(personal):
-            assert_agrees(problem.flatten(row(state.clients["params"], k)), own)
+        for k, model in enumerate(personal):
+            assert_agrees(problem.flatten(row(state.clients["params"], k)), model)
 
 
 APFL = {
@@ -67,7 +67,7 @@ APFL = {
 }
 
 
-@of_each_case
+@each_case
 @pytest.mark.parametrize("setting", APFL)
 def test_models_and_mixing_weights_of_apfl_agree_with_the_reference(g, setting):
     alpha = {"alpha": float(g["par_alpha"]), "alpha_lr": float(g["par_alpha_lr"])}
@@ -76,5 +76,5 @@ def test_models_and_mixing_weights_of_apfl_agree_with_the_reference(g, setting):
     for state, expected, personal, weights in zip(states, *outcomes, strict=True):
         assert_agrees(problem.flatten(row(state.servers.variables["params"], 0)), expected)
         assert_agrees(state.clients.alpha, weights)
-        for k, own in enumerate(personal):
-            assert_agrees(problem.flatten(row(state.clients.model["params"], k)), own)
+        for k, model in enumerate(personal):
+            assert_agrees(problem.flatten(row(state.clients.model["params"], k)), model)

@@ -24,7 +24,7 @@ def normal(shape, seed=0):
 # The loss
 
 
-def test_model_contrast_has_the_sheets_value():
+def test_model_contrast_matches_the_worked_example():
     q, other = jnp.asarray([[1.0, 0.0]]), jnp.asarray([[0.0, 1.0]])
     value = model_contrast(q, q, other[None], jnp.ones(1, bool), 0.5)
     np.testing.assert_allclose(value, 0.126928, rtol=1e-5)
@@ -40,9 +40,9 @@ def test_previous_model_equal_to_the_global_one_gives_log_2_and_no_gradient():
 
 
 def test_scale_of_a_representation_does_not_matter():
-    args = normal((B, D), 1), normal((1, B, D), 2), jnp.ones(1, bool), 0.5
+    arguments = normal((B, D), 1), normal((1, B, D), 2), jnp.ones(1, bool), 0.5
     np.testing.assert_allclose(
-        model_contrast(7 * normal((B, D)), *args), model_contrast(normal((B, D)), *args), rtol=1e-5
+        model_contrast(7 * normal((B, D)), *arguments), model_contrast(normal((B, D)), *arguments), rtol=1e-5
     )
 
 
@@ -51,17 +51,17 @@ def test_cosines_of_all_pairs_are_the_cosines_of_each():
     np.testing.assert_allclose(cosines(a, b), cosine(a[:, None], b), rtol=1e-5)
 
 
-# The penalty: which models are seen, and how
+# The penalty: which models are contrasted, and in which mode
 
 MODEL = Classifier(MLP((5,)), num_classes=3, feature_norm=True)
 IMAGES = normal((B, 2, 2, 1), 5)
 
 
 def variables(seed):
-    """Variables with running statistics of their own."""
-    fresh = initialise(MODEL, jax.random.key(seed), (2, 2, 1))
-    moved = jax.tree.map(lambda x: x + 0.3 * seed, fresh["batch_stats"])
-    return {"params": fresh["params"], "batch_stats": moved}
+    """Variables whose running statistics depend on the seed."""
+    initial = initialise(MODEL, jax.random.key(seed), (2, 2, 1))
+    statistics = jax.tree.map(lambda x: x + 0.3 * seed, initial["batch_stats"])
+    return {"params": initial["params"], "batch_stats": statistics}
 
 
 def penalty(method, models, count, round=1):
@@ -108,7 +108,7 @@ def test_first_participation_is_skipped_or_contrasted_with_the_initial_model(fir
 
 @struct.dataclass
 class Normed(MOON):
-    """With running statistics."""
+    """MOON on a model with running statistics."""
 
     def build(self, model):
         return model.clone(feature_norm=True)
@@ -120,25 +120,25 @@ def close(a, b, tolerance=1e-6):
 
 
 def states(rounds, **options):
-    """The simulation, and its state after each round as numpy."""
+    """The simulation, and its state after each round as numpy arrays."""
     simulated = toy.simulation(**options)
-    state, found = simulated.start(), []
+    state, history = simulated.start(), []
     for r in range(rounds):
         state, _ = simulated.step(state, r)
-        found.append(jax.tree.map(np.array, state))
-    return simulated, found
+        history.append(jax.tree.map(np.array, state))
+    return simulated, history
 
 
 @pytest.mark.thorough
 def test_first_round_is_fedavg_and_later_ones_are_not():
     _, moon = states(2, name="moon", cohort=5)
-    _, plain = states(2, method=Method(), cohort=5)
-    assert close(moon[0].servers.variables, plain[0].servers.variables)
-    assert not close(moon[1].servers.variables, plain[1].servers.variables, 1e-3)
+    _, fedavg = states(2, method=Method(), cohort=5)
+    assert close(moon[0].servers.variables, fedavg[0].servers.variables)
+    assert not close(moon[1].servers.variables, fedavg[1].servers.variables, 1e-3)
 
 
 @pytest.mark.thorough
-def test_client_keeps_the_model_it_sent_with_its_statistics():
+def test_a_client_keeps_the_model_it_sent_with_its_running_statistics():
     simulated, (state,) = states(1, method=Normed(), cohort=1)
     (k,) = simulated.clients_of(0)[0]
     kept = jax.tree.map(lambda x: x[k, 0], state.clients.models)
@@ -147,36 +147,36 @@ def test_client_keeps_the_model_it_sent_with_its_statistics():
 
 
 @pytest.mark.thorough
-def test_client_that_is_not_chosen_keeps_its_state():
+def test_an_unselected_client_keeps_its_state():
     simulated, (before, after) = states(2, name="moon")
-    absent = np.setdiff1d(np.arange(5), simulated.clients_of(1)[0])
-    assert len(absent)
+    unselected = np.setdiff1d(np.arange(5), simulated.clients_of(1)[0])
+    assert len(unselected)
     for a, b in zip(jax.tree.leaves(before.clients), jax.tree.leaves(after.clients), strict=True):
-        np.testing.assert_array_equal(a[absent], b[absent])
+        np.testing.assert_array_equal(a[unselected], b[unselected])
 
 
 @pytest.mark.thorough
 def test_previous_models_are_first_in_first_out():
-    _, (one, two, three) = states(3, method=MOON(previous=2), cohort=5)
-    for earlier, later in ((one, two), (two, three)):
+    _, (first, second, third) = states(3, method=MOON(previous=2), cohort=5)
+    for earlier, later in ((first, second), (second, third)):
         for a, b in zip(jax.tree.leaves(earlier.clients.models), jax.tree.leaves(later.clients.models), strict=True):
             np.testing.assert_array_equal(a[:, 0], b[:, 1])
-    assert [int(s.clients.count.min()) for s in (one, two, three)] == [1, 2, 2]
+    assert [int(s.clients.count.min()) for s in (first, second, third)] == [1, 2, 2]
 
 
 @pytest.mark.thorough
-def test_initial_model_stays_among_the_previous_ones_where_it_was_contrasted():
-    simulated, found = states(2, method=MOON(previous=2, first_time="initial"))
+def test_an_initial_model_that_was_contrasted_stays_among_the_previous_ones():
+    simulated, history = states(2, method=MOON(previous=2, first_time="initial"))
     late = np.setdiff1d(simulated.clients_of(1)[0], simulated.clients_of(0)[0])
     early = np.setdiff1d(simulated.clients_of(0)[0], simulated.clients_of(1)[0])
     assert len(late)
     assert len(early)
-    assert (found[1].clients.count[late] == 2).all()
-    assert (found[1].clients.count[early] == 1).all()
+    assert (history[1].clients.count[late] == 2).all()
+    assert (history[1].clients.count[early] == 1).all()
 
 
 @pytest.mark.thorough
-def test_projection_is_the_head_of_the_paper_and_what_the_classifier_reads():
+def test_the_projection_is_the_papers_and_feeds_the_classifier():
     simulated = toy.simulation("moon", projection=7)
     params = simulated.start().servers.variables["params"]
     shapes = [params[part][layer]["kernel"].shape[1:] for part, layer in (("neck", "fc1"), ("neck", "fc2"))]
@@ -184,6 +184,6 @@ def test_projection_is_the_head_of_the_paper_and_what_the_classifier_reads():
     assert simulated.program.setting.feature_dim == 7
 
 
-def test_the_model_of_the_other_methods_is_the_default():
+def test_by_default_the_model_is_unchanged():
     model = Classifier(MLP((5,)), num_classes=3)
     assert METHODS["moon"]().build(model) is model

@@ -1,4 +1,4 @@
-"""Steps of the server: FedAvgM, FedAdam, FedYogi, FedAdagrad and FedExP, alone and about other methods."""
+"""Server optimisers: FedAvgM, FedAdam, FedYogi, FedAdagrad and FedExP, alone and wrapped around other methods."""
 
 from dataclasses import fields
 
@@ -31,57 +31,57 @@ OPTIMISERS = {
     **{f"yogi_{form}": (FedYogi, {"server_form": form}) for form in ("paper", "optax", "keras")},
 }
 FEDEXP = {"paper": {}, "code": {"epsilon_times_cohort": True}, "uniform": {}}
-everyone = pytest.mark.parametrize("g", cases("server_optimizers"))
+each_case = pytest.mark.parametrize("g", cases("server_optimizers"))
 
 
 def w(variables):
     return np.asarray(variables["params"]["w"])
 
 
-def rounds(method, g, weights=None):
+def servers_after_rounds(method, g, weights=None):
     """The server after each round of a golden file."""
     weights = g["in_n"] if weights is None else weights
     server, clients = start(method, g["in_w0"], g["in_n"].astype(int))
     for deltas, chosen in zip(g["in_deltas"], g["in_selected"], strict=True):
         chosen, messages = np.flatnonzero(chosen), []
         for k in chosen:
-            at = context(method, server, clients[k], sizes=g["in_n"].astype(int), k=k)
-            messages.append(method.upload(params(w(server.variables) + deltas[k]), (), at)[1])
+            client_context = context(method, server, clients[k], sizes=g["in_n"].astype(int), k=k)
+            messages.append(method.upload(params(w(server.variables) + deltas[k]), (), client_context)[1])
         server = aggregate(method, server, messages, weights[chosen], clients=len(weights))
         yield server
 
 
 def optimiser(g, name):
-    """With the constants of a golden file."""
+    """The method of this name with the constants of a golden file."""
     cls, options = OPTIMISERS[name]
-    own = {field.name for field in fields(cls)}
+    field_names = {field.name for field in fields(cls)}
     constants = {"server_lr": "par_eta", "server_momentum": "par_momentum", "server_tau": "par_tau"}
     constants |= {"server_beta2": "par_beta2"} | ({} if cls is FedAdagrad else {"server_beta1": "par_beta1"})
-    known = {option: value for option, value in constants.items() if option in own} | options
-    return cls(**{option: float(g[v]) if v in g else v for option, v in known.items()})
+    values = {option: value for option, value in constants.items() if option in field_names} | options
+    return cls(**{option: float(g[v]) if v in g else v for option, v in values.items()})
 
 
 @pytest.mark.usefixtures("x64")
-@everyone
+@each_case
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_steps_of_an_optimiser_agree_with_the_vectors(g, name):
     method, server = optimiser(g, name), None
-    for server, expected in zip(rounds(method, g), g[f"out_{name}"], strict=True):
+    for server, expected in zip(servers_after_rounds(method, g), g[f"out_{name}"], strict=True):
         np.testing.assert_allclose(w(server.variables), expected, **EXACT)
-    moments = [("m", "mu"), ("m", "trace"), ("v", "nu"), ("v", "sum_of_squares")]
-    for suffix, field in moments:
-        if f"out_{name}__{suffix}" in g and hasattr(server.moments, field):
-            np.testing.assert_allclose(getattr(server.moments, field)["w"], g[f"out_{name}__{suffix}"], **EXACT)
+    for suffix, names in (("m", ("mu", "trace")), ("v", ("nu", "sum_of_squares"))):
+        if f"out_{name}__{suffix}" in g:
+            (moment,) = [getattr(server.moments, field) for field in names if hasattr(server.moments, field)]
+            np.testing.assert_allclose(moment["w"], g[f"out_{name}__{suffix}"], **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
-@everyone
+@each_case
 @pytest.mark.parametrize("form", FEDEXP)
 def test_extrapolation_agrees_with_the_vectors(g, form):
     method = FedExP(epsilon=float(g["par_epsilon"]), **FEDEXP[form])
     weights = np.ones_like(g["in_n"]) if form == "uniform" else None
     name = f"out_fedexp_{form}"
-    for r, server in enumerate(rounds(method, g, weights)):
+    for r, server in enumerate(servers_after_rounds(method, g, weights)):
         np.testing.assert_allclose(w(server.variables), g[name][r], **EXACT)
         np.testing.assert_allclose(server.extrapolation, g[f"{name}__eta"][r], **EXACT)
         np.testing.assert_allclose(w(method.generic_variables(server)), g[f"{name}__evaluated"][r], **EXACT)
@@ -89,7 +89,7 @@ def test_extrapolation_agrees_with_the_vectors(g, form):
 
 
 def after_one_round(method, models, sizes, values):
-    """The server after clients end at these models."""
+    """The server after a round in which the clients end at these models."""
     server, clients = start(method, np.asarray(values), sizes)
     messages = [
         method.upload(params(np.asarray(x)), (), context(method, server, client, sizes=sizes))[1]
@@ -100,20 +100,20 @@ def after_one_round(method, models, sizes, values):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("form", "expected"), [("paper", 0.0905), ("optax", 0.0990)])
-def test_the_sheets_adam(form, expected):
+def test_fedadam_matches_the_worked_example(form, expected):
     server = after_one_round(FedAdam(server_form=form), [[0.1]], (1,), [0.0])
     np.testing.assert_allclose(w(server.variables), expected, atol=5e-5)
 
 
 @pytest.mark.usefixtures("x64")
-def test_adam_that_corrects_its_bias_first_moves_every_coordinate_by_its_rate():
+def test_bias_corrected_adam_first_moves_every_coordinate_by_its_rate():
     method = FedAdam(server_form="optax", server_tau=1e-12)
     server = after_one_round(method, [[3.0, -1e-3]], (1,), [0.0, 0.0])
     np.testing.assert_allclose(w(server.variables), [0.1, -0.1], rtol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")
-def test_the_sheets_extrapolation():
+def test_extrapolation_matches_the_worked_example():
     server = after_one_round(FedExP(), [[1.0], [-0.5]], (1, 1), [0.0])
     np.testing.assert_allclose(server.extrapolation, 0.625 / 0.127, rtol=1e-12)
 
@@ -123,7 +123,7 @@ def test_equal_updates_are_not_extrapolated():
     assert (float(server.extrapolation), w(server.variables)) == (1.0, [1.0])
 
 
-def test_nothing_that_moves_is_no_division_by_zero():
+def test_models_that_do_not_move_cause_no_division_by_zero():
     server = after_one_round(FedExP(epsilon=0.0), [[2.0]], (1,), [2.0])
     assert (float(server.extrapolation), w(server.variables)) == (1.0, [2.0])
 
@@ -137,22 +137,22 @@ def test_epsilon_follows_the_square_of_the_learning_rate():
 
 
 @pytest.mark.parametrize("cls", [FedAdam, FedYogi, FedAdagrad, FedAvgM])
-def test_a_coordinate_that_never_moves_stays_exactly(cls):
+def test_a_coordinate_without_updates_keeps_its_exact_value(cls):
     server = after_one_round(cls(), [[0.7, 1.0]], (1,), [0.7, 0.0])
     assert w(server.variables)[0] == np.float32(0.7)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_wrapper_about_fedavg_is_the_method_of_that_name(suffix):
-    (one, _), (other, _) = (
+def test_fedavg_with_a_server_optimiser_is_the_method_of_that_name(suffix):
+    (wrapped, _), (named, _) = (
         toy.train(toy.simulation(method=methods.get(name)()), (0, 1)) for name in (f"fedavg+{suffix}", f"fed{suffix}")
     )
-    jax.tree.map(np.testing.assert_array_equal, one.servers.variables, other.servers.variables)
+    jax.tree.map(np.testing.assert_array_equal, wrapped.servers.variables, named.servers.variables)
 
 
 @pytest.mark.thorough
-def test_the_neutral_optimiser_leaves_every_method_as_it_is():
+def test_a_neutral_server_optimiser_does_not_change_a_method():
     for name in ("scaffold", "feddyn"):
         method = methods.get(f"{name}+avgm")(server_momentum=0.0)
         (wrapped, _), (plain, _) = (toy.train(toy.simulation(method=m), (0, 1)) for m in (method, METHODS[name]()))
@@ -161,7 +161,7 @@ def test_the_neutral_optimiser_leaves_every_method_as_it_is():
 
 
 @pytest.mark.thorough
-def test_prototypes_and_a_step_of_the_server_compose_in_either_order():
+def test_prototypes_and_a_server_optimiser_compose_in_either_order():
     assert methods.get("moon+prototypes+adam") is methods.get("moon+adam+prototypes")
     state, _ = toy.train(toy.simulation(method=methods.get("fedprox+prototypes+adam")()), (0,))
     assert state.servers.valid.any()
@@ -173,8 +173,8 @@ def test_prototypes_and_a_step_of_the_server_compose_in_either_order():
 def test_running_statistics_are_those_of_the_mean(cls, lr):
     method = cls(server_lr=lr)
     server, (client,) = start(method, np.zeros(1), (1,), batch_stats=np.zeros(2))
-    at = context(method, server, client)
-    _, message = method.upload(params(np.ones(1), batch_stats=np.array([3.0, 4.0])), (), at)
+    client_context = context(method, server, client)
+    _, message = method.upload(params(np.ones(1), batch_stats=np.array([3.0, 4.0])), (), client_context)
     after = aggregate(method, server, [message], (1,), clients=1)
     np.testing.assert_array_equal(after.variables["batch_stats"], [3, 4])
     assert w(after.variables) != 1
@@ -191,28 +191,28 @@ def test_running_statistics_are_those_of_the_mean(cls, lr):
         ("fedavg+avgm", "has a step of the server already|names a suffix twice"),
     ],
 )
-def test_a_method_that_has_no_mean_or_a_step_already_is_refused(name, reason, suffix):
+def test_a_method_without_a_mean_or_with_a_server_step_is_refused(name, reason, suffix):
     with pytest.raises(UserError, match=reason):
         methods.get(f"{name}+{suffix}")
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_step_of_the_server_goes_about_every_other_method_that_averages_models(suffix):
-    steps, same = {f"fed{suffix}" for suffix in SUFFIXES}, {"feddf"} if suffix != "exp" else set()
+def test_a_server_optimiser_wraps_every_other_method_that_averages_models(suffix):
+    optimisers, same_option = {f"fed{suffix}" for suffix in SUFFIXES}, {"feddf"} if suffix != "exp" else set()
     for name, cls in METHODS.items():
-        if averages_models(cls()) and not cls().traits().pauses and name not in steps | same:
+        if averages_models(cls()) and not cls().traits().pauses and name not in optimisers | same_option:
             assert issubclass(methods.get(f"{name}+{suffix}"), cls)
 
 
 @pytest.mark.parametrize("suffix", ["avgm", "adam", "yogi", "adagrad"])
-def test_an_option_that_would_mean_two_things_is_refused(suffix):
+def test_an_option_name_with_two_meanings_is_refused(suffix):
     with pytest.raises(UserError, match="feddf has server_lr of its own"):
         methods.get(f"feddf+{suffix}")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["feddyn+exp", "fedcm+exp", "fedcm+adam", "fedsmoo+avgm", "fedgela+adam", "fedgf+exp"])
-def test_what_a_method_keeps_on_the_server_stays_beside_the_step(name):
+def test_methods_with_server_state_run_under_a_server_optimiser(name):
     simulated = toy.simulation(method=methods.get(name)())
     state, _ = toy.train(simulated, (0, 1))
     assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state)))
@@ -221,7 +221,7 @@ def test_what_a_method_keeps_on_the_server_stays_beside_the_step(name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["feddyn+adam", "feddc+avgm", "feddyn+exp"])
-def test_beside_a_drift_the_evaluated_model_is_the_servers(name):
+def test_wrapped_methods_with_drift_evaluate_the_servers_model(name):
     options = {"iterate": "last"} if name.endswith("exp") else {}
     method = methods.get(name)(**options)
     simulated = toy.simulation(method=method)
@@ -230,7 +230,7 @@ def test_beside_a_drift_the_evaluated_model_is_the_servers(name):
     for a, b in zip(*map(jax.tree.leaves, (method.generic_variables(server), server.variables)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert "selected_mean" not in method.further_models(server)
-    assert any("does not keep the mean" in one for one in method.configure(setting(2), hyper())[1])
+    assert any("does not keep the mean" in advice for advice in method.configure(setting(2), hyper())[1])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_beside_a_drift_the_evaluated_model_is_the_servers(name):
         (methods.get("scaffold+adam")(eta_g=0.5), "the drift or `eta_g` counts twice"),
     ],
 )
-def test_steps_that_cannot_go_well_are_warned_of(method, sentence):
+def test_harmful_server_steps_are_advised_against(method, sentence):
     assert any(sentence in advice for advice in method.configure(setting(2), hyper())[1])
 
 
@@ -251,7 +251,7 @@ def test_a_drift_that_the_server_does_not_add_counts_once():
     assert not any("counts twice" in advice for advice in method.configure(setting(2), hyper())[1])
 
 
-def test_defaults_are_advised_against_in_nothing():
+def test_defaults_give_no_advice():
     for cls in (FedAvgM, FedAdam, FedYogi, FedAdagrad, FedExP):
         assert cls().configure(setting(2), hyper())[1] == []
 
@@ -266,6 +266,6 @@ def test_defaults_are_advised_against_in_nothing():
         (FedAdagrad(server_form="optax", server_beta1=0.9), "has no first moment"),
     ],
 )
-def test_options_of_another_form_are_refused(method, sentence):
+def test_options_out_of_range_or_of_another_form_are_refused(method, sentence):
     with pytest.raises(UserError, match=sentence):
         method.configure(setting(2), hyper())

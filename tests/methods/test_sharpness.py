@@ -52,15 +52,17 @@ def flat(problem, tree, row):
     return problem.flatten(jax.tree.map(lambda x: x[row], tree))
 
 
-def told(problem, state, clients):
-    """What a golden file has of a state beside the server's model, by its suffix."""
-    server, kept = state.servers, state.clients
+def golden_values(problem, state, clients):
+    """The values of a state that a golden file has beside the server's model, by their suffixes."""
+    server, client_states = state.servers, state.clients
     trees = {"delta": "direction", "perturbed": "perturbed", "s": "state"}
     result = {k: flat(problem, getattr(server, v), 0) for k, v in trees.items() if getattr(server, v, ()) != ()}
     numbers = {"c": "share", "divergence": "divergence"}
     result |= {k: getattr(server, v)[0] for k, v in numbers.items() if hasattr(server, v)}
-    dual = {"mu": "state", "h": "drift"} if hasattr(kept, "drift") else {}
-    return result | {k: np.stack([flat(problem, getattr(kept, v), c) for c in range(clients)]) for k, v in dual.items()}
+    dual = {"mu": "state", "h": "drift"} if hasattr(client_states, "drift") else {}
+    return result | {
+        k: np.stack([flat(problem, getattr(client_states, v), c) for c in range(clients)]) for k, v in dual.items()
+    }
 
 
 @pytest.mark.usefixtures("x64")
@@ -70,20 +72,20 @@ def test_three_rounds_agree_with_the_reference(g, setting):
     name, options, local = SETTINGS[setting]
     constants = {k: g[v].item() if v in g else v for k, v in options.items()}
     problem, states = train(g, name, 3, **local, **constants)
-    further = [key for key in g if key.startswith(f"out_{setting}__") and not key.endswith("__steps")]
+    further_keys = [key for key in g if key.startswith(f"out_{setting}__") and not key.endswith("__steps")]
     for r, state in enumerate(states):
         np.testing.assert_allclose(flat(problem, state.servers.variables["params"], 0), g[f"out_{setting}"][r], **EXACT)
-        known = told(problem, state, problem.clients)
-        for key in further:
-            np.testing.assert_allclose(known[key.rpartition("__")[2]], g[key][r], err_msg=key, **EXACT)
+        values = golden_values(problem, state, problem.clients)
+        for key in further_keys:
+            np.testing.assert_allclose(values[key.rpartition("__")[2]], g[key][r], err_msg=key, **EXACT)
 
 
 def w(variables):
     return np.asarray(variables["params"]["w"])
 
 
-def one_step(method, at, gradient, variables, lr=0.1):
-    """Parameters and collections after a step of SGD on F with this gradient, and where gradients were taken."""
+def one_step(method, client_context, gradient, variables, lr=0.1):
+    """Parameters and collections after a step of SGD with this gradient, and the points where gradients were taken."""
     points = []
 
     def evaluate(variables):
@@ -93,32 +95,32 @@ def one_step(method, at, gradient, variables, lr=0.1):
     def step(gradients):
         return Step({"w": -lr * gradients["w"]}, ())
 
-    _, state, taken = method.local_update(evaluate, step, variables, None, at)
-    return params(variables["params"]["w"] + taken.updates["w"]) | state, points
+    _, state, result = method.local_update(evaluate, step, variables, None, client_context)
+    return params(variables["params"]["w"] + result.updates["w"]) | state, points
 
 
-def at_start(method, values, **local):
+def first_context(method, values, **local):
     """The context of the only client in its first step."""
     server, (client,) = start(method, np.asarray(values), (1,))
     return context(method, server, client, **local)._replace(step=0)
 
 
 @pytest.mark.usefixtures("x64")
-def test_the_sheets_step():
-    at = at_start(FedSAM(rho=0.1), [1.0])
-    after, points = one_step(FedSAM(rho=0.1), at, lambda x: 2 * x, at.start)
+def test_fedsams_step_matches_the_worked_example():
+    client_context = first_context(FedSAM(rho=0.1), [1.0])
+    after, points = one_step(FedSAM(rho=0.1), client_context, lambda x: 2 * x, client_context.start)
     np.testing.assert_allclose(points, [[1.0], [1.1]], **EXACT)
     np.testing.assert_allclose(w(after), 1 - 0.1 * 2.2, **EXACT)
 
 
 def test_a_perturbation_has_the_length_rho_over_all_parameters_together():
     gradients = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray([[4.0]])}
-    e = of_length(gradients, 0.5)
-    np.testing.assert_allclose(e["a"], [0.3, 0.0], rtol=1e-6)
-    np.testing.assert_allclose(e["b"], [[0.4]], rtol=1e-6)
+    perturbation = of_length(gradients, 0.5)
+    np.testing.assert_allclose(perturbation["a"], [0.3, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(perturbation["b"], [[0.4]], rtol=1e-6)
 
 
-def test_no_gradient_perturbs_nothing():
+def test_a_zero_gradient_gives_a_zero_perturbation():
     zero = {"a": jnp.zeros(2)}
     np.testing.assert_array_equal(of_length(zero, 0.5)["a"], 0)
     np.testing.assert_array_equal(ascent(zero, zero, 0.5, adaptive=True)["a"], 0)
@@ -138,20 +140,20 @@ def test_running_statistics_count_the_passes_asked_for(statistics, expected):
         return Evaluated(0.0, {"batch_stats": variables["batch_stats"] + 1}, {"w": variables["params"]["w"]})
 
     variables = params(np.ones(1), batch_stats=0)
-    _, state, _ = method.local_update(evaluate, lambda g: Step(g, ()), variables, None, at_start(method, [1.0]))
+    _, state, _ = method.local_update(evaluate, lambda g: Step(g, ()), variables, None, first_context(method, [1.0]))
     assert state["batch_stats"] == expected
 
 
-def same(one, other, rounds=(0, 1, 2)):
-    """Two methods train the same global model."""
-    (a, _), (b, _) = (toy.train(toy.simulation(name, **hyper), rounds) for name, hyper in (one, other))
+def assert_same_model(first, second, rounds=(0, 1, 2)):
+    """Assert that two methods train the same global model."""
+    (a, _), (b, _) = (toy.train(toy.simulation(name, **hyper), rounds) for name, hyper in (first, second))
     for x, y in zip(*(jax.tree.leaves(s.servers.variables) for s in (a, b)), strict=True):
         np.testing.assert_allclose(x, y, **CLOSE)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("special_case", "expected"),
     [
         (("mofedsam", {"rho": 0.0, "alpha": 0.3}), ("fedcm", {"alpha": 0.3})),
         (("mofedsam", {"rho": 0.1, "alpha": 1.0}), ("fedsam", {"rho": 0.1})),
@@ -160,98 +162,100 @@ def same(one, other, rounds=(0, 1, 2)):
     ],
     ids=["mofedsam-fedcm", "mofedsam-fedsam", "fedgf-fedsam", "fedsmoo-feddyn"],
 )
-def test_without_its_part_a_method_is_another(one, other):
-    same(one, other)
+def test_a_special_case_of_a_method_is_another_method(special_case, expected):
+    assert_same_model(special_case, expected)
 
 
-def rounds_of(method, models, sizes, values=(0.0,), **local):
+def after_one_round(method, models, sizes, values=(0.0,), **local):
     """Server and clients after a round in which client k ends at models[k]."""
     server, clients = start(method, np.asarray(values), sizes)
-    kept, messages = [], []
+    new_clients, messages = [], []
     for k, model in enumerate(models):
-        at = context(method, server, clients[k], sizes=sizes, k=k, **local)
-        client, message = method.upload({**at.start, **params(np.asarray(model))}, (), at)
-        kept.append(client)
+        client_context = context(method, server, clients[k], sizes=sizes, k=k, **local)
+        client, message = method.upload({**client_context.start, **params(np.asarray(model))}, (), client_context)
+        new_clients.append(client)
         messages.append(message)
     weights = [float(method.weight(facts(sizes, k))) for k in range(len(sizes))]
-    return aggregate(method, server, messages, weights, clients=len(sizes)), kept
+    return aggregate(method, server, messages, weights, clients=len(sizes)), new_clients
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["mean_steps", "per_client"])
 def test_the_direction_of_one_step_is_the_gradient(form):
-    server, _ = rounds_of(FedCM(direction=form), [[-0.2], [-0.6]], (1, 3), steps=1, lr=0.1)
+    server, _ = after_one_round(FedCM(direction=form), [[-0.2], [-0.6]], (1, 3), steps=1, lr=0.1)
     np.testing.assert_allclose(server.direction["w"], 0.25 * 2 + 0.75 * 6, **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("normaliser", "steps"), [("steps", 5), ("a_k", 13.1441)])
-def test_the_direction_is_divided_by_steps_or_by_what_momentum_makes_of_them(normaliser, steps):
+def test_the_direction_is_divided_by_steps_or_by_effective_steps(normaliser, steps):
     method = FedCM(step_normaliser=normaliser)
-    server, _ = rounds_of(method, [[-1.0]], (1,), steps=5, lr=0.1, momentum=0.9)
+    server, _ = after_one_round(method, [[-1.0]], (1,), steps=5, lr=0.1, momentum=0.9)
     np.testing.assert_allclose(server.direction["w"], 1 / (0.1 * steps), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("warm", "share"), [(False, 0.1), (True, 1.0)])
-def test_a_warm_start_takes_whole_gradients_in_the_first_round_alone(warm, share):
+def test_a_warm_start_takes_whole_gradients_only_in_the_first_round(warm, share):
     method = FedCM(warm=warm)
-    at = at_start(method, [1.0])
-    for known, expected in ((at, share), (at._replace(round=1), 0.1)):
-        after, _ = one_step(method, known, jnp.ones_like, known.start)
+    client_context = first_context(method, [1.0])
+    for round_context, expected in ((client_context, share), (client_context._replace(round=1), 0.1)):
+        after, _ = one_step(method, round_context, jnp.ones_like, round_context.start)
         np.testing.assert_allclose(w(after), 1 - 0.1 * expected, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")
 def test_eta_g_scales_the_servers_step():
-    server, _ = rounds_of(FedCM(eta_g=0.5), [[1.0], [2.0]], (10, 30))
+    server, _ = after_one_round(FedCM(eta_g=0.5), [[1.0], [2.0]], (10, 30))
     np.testing.assert_allclose(w(server.variables), 0.875, **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
-def test_fedlesam_looks_back_to_the_model_received_last():
+def test_fedlesam_perturbs_towards_the_model_received_last():
     method = FedLESAM(rho=0.5)
     server, (client,) = start(method, np.array([3.0, 4.0]), (1,))
-    at = context(method, server, client)
-    np.testing.assert_array_equal(method.perturbation(at)["w"], 0)  # never received one
-    client, _ = method.upload(params(np.array([9.0, 9.0])), (), at)
+    client_context = context(method, server, client)
+    np.testing.assert_array_equal(method.perturbation(client_context)["w"], 0)  # has not received a model before
+    client, _ = method.upload(params(np.array([9.0, 9.0])), (), client_context)
     np.testing.assert_array_equal(client.received["w"], [3, 4])  # not its own result
-    later = context(method, server._replace(variables=params(np.zeros(2))), client)
-    np.testing.assert_allclose(method.perturbation(later)["w"], [0.3, 0.4], **EXACT)
+    later_context = context(method, server._replace(variables=params(np.zeros(2))), client)
+    np.testing.assert_allclose(method.perturbation(later_context)["w"], [0.3, 0.4], **EXACT)
 
 
-def received(tree):
+def client_that_received(tree):
     """The state of a client of FedLESAM that has received these parameters."""
     return Client((), tree, jnp.ones((), bool))
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": "server"}, {"norm": "sum"}])
-def test_fedlesam_perturbs_nothing_where_the_model_stood_still(options):
+def test_fedlesam_perturbs_nothing_if_the_model_did_not_change(options):
     method = FedLESAM(**options)
     server, (client,) = start(method, np.array([3.0, 4.0]), (1,))
     if client != ():
-        client = received(server.variables["params"])
+        client = client_that_received(server.variables["params"])
     np.testing.assert_array_equal(method.perturbation(context(method, server, client))["w"], 0)
 
 
-def test_fedgf_without_perturbations_still_looks_between_the_two_models():
+def test_fedgf_without_perturbations_still_interpolates_between_the_models():
     method = FedGF(rho=0.0, global_rho=0.0)
-    at = at_start(method, [1.0])
-    at = at._replace(server=at.server._replace(share=jnp.asarray(0.25), perturbed={"w": jnp.full(1, 5.0)}))
-    _, points = one_step(method, at, lambda x: x, at.start)
+    client_context = first_context(method, [1.0])
+    client_context = client_context._replace(
+        server=client_context.server._replace(share=jnp.asarray(0.25), perturbed={"w": jnp.full(1, 5.0)})
+    )
+    _, points = one_step(method, client_context, lambda x: x, client_context.start)
     np.testing.assert_allclose(points, [[1.0], [2.0]], rtol=1e-6)
 
 
-def test_fedlesam_needs_one_gradient_a_step():
+def test_fedlesam_needs_one_gradient_per_step():
     method = FedLESAM()
-    at = at_start(method, [1.0])._replace(client=received({"w": jnp.full(1, 2.0)}))
-    _, points = one_step(method, at, lambda x: x, at.start)
+    client_context = first_context(method, [1.0])._replace(client=client_that_received({"w": jnp.full(1, 2.0)}))
+    _, points = one_step(method, client_context, lambda x: x, client_context.start)
     np.testing.assert_allclose(points, [[1.1]], rtol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("threshold", "share"), [(2.0, 0.0), (1.9, 1.0)])
 def test_fedgf_counts_rounds_strictly_above_the_threshold(threshold, share):
-    server, _ = rounds_of(FedGF(threshold=threshold, rho=0.1), [[1.0], [3.0]], (1, 9))
+    server, _ = after_one_round(FedGF(threshold=threshold, rho=0.1), [[1.0], [3.0]], (1, 9))
     assert float(server.divergence) == 2  # not weighted
     assert float(server.share) == share
     np.testing.assert_allclose(server.perturbed["w"], 2.8 - 0.1, **EXACT)
@@ -260,21 +264,23 @@ def test_fedgf_counts_rounds_strictly_above_the_threshold(threshold, share):
 @pytest.mark.usefixtures("x64")
 def test_fedgf_at_c_one_takes_its_gradient_at_the_perturbed_global_model():
     method = FedGF()
-    at = at_start(method, [1.0])
-    at = at._replace(server=at.server._replace(share=jnp.ones(()), perturbed={"w": jnp.full(1, 7.0)}))
-    _, points = one_step(method, at, lambda x: x, at.start)
+    client_context = first_context(method, [1.0])
+    client_context = client_context._replace(
+        server=client_context.server._replace(share=jnp.ones(()), perturbed={"w": jnp.full(1, 7.0)})
+    )
+    _, points = one_step(method, client_context, lambda x: x, client_context.start)
     np.testing.assert_allclose(points, [[1.0], [7.0]], **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
 def test_fedsmoo_with_all_clients_doubles_the_first_step():
-    server, clients = rounds_of(FedSMOO(), [[1.0], [3.0]], (1, 9), values=[0.5])
+    server, clients = after_one_round(FedSMOO(), [[1.0], [3.0]], (1, 9), values=[0.5])
     np.testing.assert_allclose(w(server.variables), 0.5 + 2 * 1.5, **EXACT)
     np.testing.assert_allclose(server.drift["w"], np.mean([c.drift["w"] for c in clients], 0), **EXACT)
 
 
 def test_fedsmoo_without_the_servers_step_averages():
-    server, clients = rounds_of(FedSMOO(server_step="none"), [[1.0], [3.0]], (1, 3))
+    server, clients = after_one_round(FedSMOO(server_step="none"), [[1.0], [3.0]], (1, 3))
     np.testing.assert_allclose(w(server.variables), 2.5, rtol=1e-6)
     assert [float(client.drift["w"][0]) for client in clients] == [1, 3]
     assert server.state["w"].shape == clients[0].state["w"].shape == (1,)
@@ -282,51 +288,54 @@ def test_fedsmoo_without_the_servers_step_averages():
 
 @pytest.mark.usefixtures("x64")
 def test_fedsmoo_without_its_regulariser_adds_no_drift():
-    server, _ = rounds_of(FedSMOO(lam=0.0), [[1.0], [3.0]], (1, 9))
+    server, _ = after_one_round(FedSMOO(lam=0.0), [[1.0], [3.0]], (1, 9))
     np.testing.assert_allclose(w(server.variables), 2.0, **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
-def test_the_dual_of_fedsmoo_moves_by_what_its_perturbation_lacks_of_the_common_one():
+def test_fedsmoos_dual_moves_by_the_local_minus_the_common_perturbation():
     method = FedSMOO(rho=0.1)
-    at = at_start(method, [1.0])
-    at = at._replace(server=at.server._replace(state={"w": jnp.full(1, 0.04)}))
-    after, points = one_step(method, at, lambda x: 2 * x, at.start)
+    client_context = first_context(method, [1.0])
+    client_context = client_context._replace(server=client_context.server._replace(state={"w": jnp.full(1, 0.04)}))
+    after, points = one_step(method, client_context, lambda x: 2 * x, client_context.start)
     np.testing.assert_allclose(points, [[1.0], [1.1]], **EXACT)
     np.testing.assert_allclose(after["dual"]["w"], 0.1 - 0.04, **EXACT)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("clip", "equal"), [(None, True), (0.5, False)])
-def test_where_lambda_w_joins_matters_to_fedsmoo_with_clipping_alone(clip, equal):
-    (one, _), (other, _) = (
-        toy.train(toy.simulation("fedsmoo", lam=0.5, quadratic=how, clip=clip)) for how in ("clipped", "decay")
+def test_fedsmoos_place_of_lambda_w_matters_only_with_clipping(clip, equal):
+    (clipped, _), (decayed, _) = (
+        toy.train(toy.simulation("fedsmoo", lam=0.5, quadratic=quadratic, clip=clip))
+        for quadratic in ("clipped", "decay")
     )
-    pairs = zip(*(jax.tree.leaves(state.servers.variables["params"]) for state in (one, other)), strict=True)
+    pairs = zip(*(jax.tree.leaves(state.servers.variables["params"]) for state in (clipped, decayed)), strict=True)
     assert all(np.allclose(a, b, **CLOSE) for a, b in pairs) == equal
 
 
 @pytest.mark.usefixtures("x64")
-def test_fedsmoo_may_leave_lambda_w_to_the_decay():
-    method, seen = FedSMOO(rho=0.1, lam=0.5, quadratic="decay"), {}
-    at = at_start(method, [2.0])
-    at = at._replace(client=at.client._replace(drift={"w": jnp.full(1, 0.7)}))
+def test_fedsmoo_may_apply_lambda_w_with_the_weight_decay():
+    method, step_arguments = FedSMOO(rho=0.1, lam=0.5, quadratic="decay"), {}
+    client_context = first_context(method, [2.0])
+    client_context = client_context._replace(client=client_context.client._replace(drift={"w": jnp.full(1, 0.7)}))
 
     def step(gradients, unclipped):
-        seen.update(gradients=gradients["w"], unclipped=unclipped["w"])
+        step_arguments.update(gradients=gradients["w"], unclipped=unclipped["w"])
         return Step(gradients, ())
 
-    method.local_update(lambda v: Evaluated(0.0, {}, {"w": 2 * v["params"]["w"]}), step, at.start, None, at)
-    np.testing.assert_allclose(seen["gradients"], 2 * 2.1 + 0.5 * (0.7 - 2.0), **EXACT)
-    np.testing.assert_allclose(seen["unclipped"], 0.5 * 2.0, **EXACT)
+    method.local_update(
+        lambda v: Evaluated(0.0, {}, {"w": 2 * v["params"]["w"]}), step, client_context.start, None, client_context
+    )
+    np.testing.assert_allclose(step_arguments["gradients"], 2 * 2.1 + 0.5 * (0.7 - 2.0), **EXACT)
+    np.testing.assert_allclose(step_arguments["unclipped"], 0.5 * 2.0, **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
 def test_the_common_perturbation_of_fedsmoo_has_the_length_rho():
     method = FedSMOO(rho=0.1)
     server, (client,) = start(method, np.zeros(2), (1,))
-    at = context(method, server, client)
-    _, message = method.upload(params(np.ones(2), dual={"w": jnp.asarray([3.0, 4.0])}), (), at)
+    client_context = context(method, server, client)
+    _, message = method.upload(params(np.ones(2), dual={"w": jnp.asarray([3.0, 4.0])}), (), client_context)
     after = aggregate(method, server, [message], (1,), clients=1)
     np.testing.assert_allclose(after.state["w"], [0.06, 0.08], **EXACT)
 
@@ -342,7 +351,7 @@ def test_the_common_perturbation_of_fedsmoo_has_the_length_rho():
         (FedGF(rho=0.0), "perturbs nothing"),
     ],
 )
-def test_settings_that_are_pointless_are_warned_of(method, sentence):
+def test_pointless_settings_are_advised_against(method, sentence):
     assert any(sentence in advice for advice in method.configure(setting(2), hyper())[1])
 
 
@@ -356,36 +365,36 @@ STEPS = {"step_normaliser": "steps"}
         ("fedgf", {}, "a higher `threshold`"),
     ],
 )  # fmt: skip
-def test_momentum_that_ruins_a_method_is_warned_of(name, options, remedy):
+def test_momentum_that_harms_a_method_is_advised_against(name, options, remedy):
     method = METHODS[name](**options)
-    (sentence,) = method.configure(setting(2), hyper(momentum=0.9))[1]
-    assert f"{remedy}, or `momentum=0`" in sentence
+    (advice,) = method.configure(setting(2), hyper(momentum=0.9))[1]
+    assert f"{remedy}, or `momentum=0`" in advice
     assert method.configure(setting(2), hyper(momentum=0.0))[1] == []
 
 
 @pytest.mark.parametrize("name", ["fedcm", "mofedsam", "fedsam"])
-def test_defaults_go_with_momentum(name):
+def test_defaults_give_no_advice_with_momentum(name):
     assert METHODS[name]().configure(setting(2), hyper(momentum=0.9))[1] == []
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("normaliser", "expected"), [("a_k", 1.0), ("steps", 4.13811)])
-def test_with_momentum_only_a_direction_over_a_k_stays_that_of_a_constant_gradient(normaliser, expected):
+def test_with_momentum_only_a_k_keeps_the_direction_of_a_constant_gradient(normaliser, expected):
     method, tau, lr = FedCM(step_normaliser=normaliser), 10, 0.1
     server, (client,) = start(method, np.zeros(1), (1,))
     server = server._replace(direction={"w": jnp.ones(1)})
-    at = context(method, server, client, steps=tau, lr=lr, momentum=0.9)
-    speed = moved = 0.0
+    client_context = context(method, server, client, steps=tau, lr=lr, momentum=0.9)
+    velocity = displacement = 0.0
     for _ in range(tau):
-        speed = 0.9 * speed + method.mixed({"w": jnp.ones(1)}, at)["w"]
-        moved = moved - lr * speed
-    _, message = method.upload(params(moved), (), at)
+        velocity = 0.9 * velocity + method.mixed({"w": jnp.ones(1)}, client_context)["w"]
+        displacement = displacement - lr * velocity
+    _, message = method.upload(params(displacement), (), client_context)
     after = aggregate(method, server, [message], (1,), clients=1)
     np.testing.assert_allclose(after.direction["w"], expected, rtol=1e-5)
 
 
 @pytest.mark.thorough
-def test_nobody_who_looks_at_data_is_refused():
+def test_an_alpha_that_ignores_the_data_is_refused():
     with pytest.raises(UserError, match="learns nothing"):
         FedCM(alpha=0.0).configure(setting(2), hyper())
 

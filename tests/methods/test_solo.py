@@ -1,4 +1,4 @@
-"""SOLO: a client's model is its own data's."""
+"""SOLO: a client's model depends on its own data alone."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ from fedjax_pcdd.data.federation import Federation
 def with_other_images(federation, k):
     """The federation with the images of all clients but k inverted."""
     images = 255 - federation.dataset.x_train
-    own = federation.partition.train[k]
-    images[own] = federation.dataset.x_train[own]
+    indices = federation.partition.train[k]
+    images[indices] = federation.dataset.x_train[indices]
     return Federation(dataclasses.replace(federation.dataset, x_train=images), federation.partition)
 
 
@@ -28,7 +28,7 @@ def models(simulated):
 def test_clients_do_not_depend_on_each_others_data():
     simulated, k = toy.simulation("solo", cohort=5, lanes=2), 3
     experiment = simulated.experiments[0]
-    changed = experiment._replace(federation=with_other_images(experiment.federation, k))
-    one, other = models(simulated), models(simulated.alike([changed], 5))
-    np.testing.assert_array_equal(one[k], other[k])
-    assert all((one[j] != other[j]).any() for j in range(5) if j != k)
+    modified_experiment = experiment._replace(federation=with_other_images(experiment.federation, k))
+    original, modified = models(simulated), models(simulated.alike([modified_experiment], 5))
+    np.testing.assert_array_equal(original[k], modified[k])
+    assert all((original[j] != modified[j]).any() for j in range(5) if j != k)

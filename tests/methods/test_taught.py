@@ -21,17 +21,17 @@ BATCH = Batch(
     jnp.asarray([0, 0, 2, 0, 2, 0]),
     jnp.ones(6),
 )
-taught = pytest.mark.parametrize("name", ["fedvls", "fedntd", "fedlmd"])
+each_method = pytest.mark.parametrize("name", ["fedvls", "fedntd", "fedlmd"])
 
 
 def problem(method, *, norm=False):
-    """A configured method, its variables, and the context of a client that received others; perhaps with batch norm."""
-    plain = models.build("mlp", num_classes=CLASSES, image_shape=SHAPE).clone(feature_norm=norm)
-    variables, received = (initialise(plain, jax.random.key(k), SHAPE) for k in (0, 1))
+    """A configured method, its variables, and the context of a client that received others; `norm`: with batch norm."""
+    model = models.build("mlp", num_classes=CLASSES, image_shape=SHAPE).clone(feature_norm=norm)
+    variables, received = (initialise(model, jax.random.key(k), SHAPE) for k in (0, 1))
     facts = Facts(jnp.zeros((), int), COUNTS, COUNTS.sum(), COUNTS[None])
     keys = Keys.of(jax.random.key(2))
     method, _ = method.configure(Setting(CLASSES, 200, 1, 1, 1, 6, False), None)
-    return method, variables, toy.context(model=plain, start=received, facts=facts, keys=keys)
+    return method, variables, toy.context(model=model, start=received, facts=facts, keys=keys)
 
 
 def gradient(method, *, norm=False):
@@ -44,8 +44,8 @@ def gradient(method, *, norm=False):
     return jax.grad(objective, has_aux=True)(variables["params"])
 
 
-def products(function, *arguments):
-    """Matrix products of a function."""
+def count_products(function, *arguments):
+    """The number of matrix products in a function."""
     return str(jax.make_jaxpr(function)(*arguments)).count("dot_general")
 
 
@@ -55,18 +55,18 @@ def products_of_a_step(method):
     def objective(params, start):
         return method.loss({"params": params}, BATCH, context._replace(start=start))[0]
 
-    return products(jax.grad(objective), variables["params"], context.start)
+    return count_products(jax.grad(objective), variables["params"], context.start)
 
 
 def products_of_a_forward_pass():
     _, variables, context = problem(Method())
-    return products(lambda v: forward(context.model, v, BATCH.images, train=False)[0].logits, variables)
+    return count_products(lambda v: forward(context.model, v, BATCH.images, train=False)[0].logits, variables)
 
 
-@taught
+@each_method
 def test_a_step_costs_one_further_forward_pass_and_no_more(name):
-    further = products_of_a_step(METHODS[name]()) - products_of_a_step(Method())
-    assert further == products_of_a_forward_pass() > 0
+    further_products = products_of_a_step(METHODS[name]()) - products_of_a_step(Method())
+    assert further_products == products_of_a_forward_pass() > 0
 
 
 def test_a_teacher_free_step_costs_no_further_pass():
@@ -74,7 +74,7 @@ def test_a_teacher_free_step_costs_no_further_pass():
 
 
 @pytest.mark.thorough
-@taught
+@each_method
 @pytest.mark.parametrize("teacher", ["eval", "train"])
 def test_running_statistics_are_those_of_the_student_alone(name, teacher):
     _, state = gradient(METHODS[name](teacher=teacher), norm=True)
@@ -90,16 +90,16 @@ def test_batch_norm_of_the_teacher_is_in_the_mode_asked_for(teacher):
 
 
 @pytest.mark.thorough
-def test_not_true_distillation_draws_to_the_received_model():
-    params = [gradient(FedNTD(beta_ntd=weight))[0]["head"]["bias"] for weight in (0.0, 1.0, 2.0)]
-    assert np.any(params[1] != params[0])
-    np.testing.assert_allclose(params[2] - params[1], params[1] - params[0], rtol=1e-3, atol=1e-7)
+def test_gradient_of_not_true_distillation_is_proportional_to_its_weight():
+    gradients = [gradient(FedNTD(beta_ntd=weight))[0]["head"]["bias"] for weight in (0.0, 1.0, 2.0)]
+    assert np.any(gradients[1] != gradients[0])
+    np.testing.assert_allclose(gradients[2] - gradients[1], gradients[1] - gradients[0], rtol=1e-3, atol=1e-7)
 
 
 def test_advice_is_given_where_nothing_is_distilled():
-    two = Setting(2, 4, 5, 1, 1, 4, False)
-    many = two._replace(num_classes=5)
+    two_classes = Setting(2, 4, 5, 1, 1, 4, False)
+    five_classes = two_classes._replace(num_classes=5)
     for method in (FedNTD(), FedLMD()):
-        assert "it is FedAvg" in method.configure(two, None)[1][0]
-        assert method.configure(many, None)[1] == []
-    assert "no effect" in FedLMD(teacher_free=True, teacher="train").configure(many, None)[1][0]
+        assert "it is FedAvg" in method.configure(two_classes, None)[1][0]
+        assert method.configure(five_classes, None)[1] == []
+    assert "no effect" in FedLMD(teacher_free=True, teacher="train").configure(five_classes, None)[1][0]

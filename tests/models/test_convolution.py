@@ -88,7 +88,7 @@ def test_value_and_gradients_are_those_of_lax_in_float64(case, x64):
 
 @pytest.mark.parametrize("rule", RULES)
 @few_cases
-def test_every_form_gives_the_same(case, rule, monkeypatch):
+def test_every_form_gives_the_values_and_gradients_of_lax(case, rule, monkeypatch):
     monkeypatch.setattr(convolution_table, "rule_for", lambda *_: rule)
     args = operands(case, lanes=(2,))
     single = value_and_gradients(plain, case)
@@ -123,7 +123,7 @@ def test_vmap_of_some_operands(case, axes):
 
 
 @pytest.mark.parametrize("axes", [((0, 0), (0, 0)), ((0, None), (0, 0)), ((None, 0), (0, None))])
-def test_a_second_vmap(axes):
+def test_vmap_of_vmap(axes):
     case = CASES["3x3 same, stride 2, odd size"]
     inner, outer = axes
     x, w, _ = operands(case, lanes=(2, 3))
@@ -132,8 +132,8 @@ def test_a_second_vmap(axes):
     x, w = x[picks[0]], w[picks[1]]
 
     def gradients(convolution):
-        both = jax.vmap(jax.vmap(lambda x, w: convolution(x, w, case), inner), outer)
-        return jax.jit(jax.grad(lambda x, w: jnp.sin(both(x, w)).sum(), (0, 1)))(x, w)
+        nested = jax.vmap(jax.vmap(lambda x, w: convolution(x, w, case), inner), outer)
+        return jax.jit(jax.grad(lambda x, w: jnp.sin(nested(x, w)).sum(), (0, 1)))(x, w)
 
     assert_same(gradients(ours), gradients(plain))
 
@@ -148,7 +148,7 @@ def test_vmap_of_a_gradient(case):
     assert_same([gradients(ours)], [gradients(plain)])
 
 
-def test_inside_a_loop():
+def test_gradient_steps_inside_a_loop():
     case = CASES["5x5 valid, few channels"]
     x, w, _ = operands(case, lanes=(2,))
 
@@ -170,7 +170,7 @@ def test_one_dimensional_convolutions_fall_through():
     assert_same_layer(functools.partial(nn.Conv, 8, (3,)), x)
 
 
-def test_serves_as_the_convolution_of_flax():
+def test_client_conv_serves_as_the_convolution_of_flax():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 8, 3)), jnp.float32)
     assert_same_layer(functools.partial(nn.Conv, 6, (5, 5), strides=2), x)
 
@@ -188,7 +188,7 @@ def test_shared_weights_under_vmap_stay_one_ordinary_convolution():
     assert (text.count("conv_general_dilated["), text.count("scan["), text.count("while[")) == (1, 0, 0)
 
 
-def test_lanes_on_a_gpu_become_grouped_convolutions_and_for_the_weight_gradient_products(monkeypatch):
+def test_on_a_gpu_lanes_become_grouped_convolutions_and_matrix_products(monkeypatch):
     monkeypatch.setattr(convolution_table, "rule_for", lambda _, *rest: default_rule("gpu", *rest))
     case = CASES["3x3 same, many channels"]
     run = value_and_gradients.__wrapped__(ours, case, lanes=(0, 0, 0))
@@ -198,7 +198,7 @@ def test_lanes_on_a_gpu_become_grouped_convolutions_and_for_the_weight_gradient_
     assert "while[" not in text
 
 
-def test_a_strided_1x1_convolution_on_a_gpu_slices_before_its_product_and_gives_the_same(monkeypatch):
+def test_on_a_gpu_a_strided_1x1_convolution_slices_first_with_equal_results(monkeypatch):
     case = CASES["1x1 stride 2"]
     args = operands(case)
     expected = value_and_gradients(plain, case)(*args)

@@ -1,4 +1,4 @@
-"""The choice of a form: looked up in a table by backend and shape, and always one that fits."""
+"""The choice of a convolution's form: looked up in a table by backend and shape, and always one that fits."""
 
 import math
 
@@ -8,7 +8,7 @@ from fedjax_pcdd.models import convolution_table
 from fedjax_pcdd.models.convolution_forms import FORMS, Window
 from fedjax_pcdd.models.convolution_table import LANES, Rule, default_rule, distance, rule_for, table
 
-ENTRIES = [(backend, shape) for backend, known in table().items() for shape in known["shapes"]]
+ENTRIES = [(backend, shape) for backend, backend_table in table().items() for shape in backend_table["shapes"]]
 IDS = [
     f"{backend}-{s['kernel'][0]}-{s['strides'][0]}-{s['inputs']}-{s['outputs']}-{s['image'][0]}"
     for backend, s in ENTRIES
@@ -23,14 +23,14 @@ def window(image=16, kernel=3, stride=1, pad=1):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A table with one shape, and another one four doublings away."""
+    """Set a table with one shape, and another one four doublings away."""
 
-    def put(**operations):
-        other = MEASURED | {"inputs": 32, "outputs": 64, "forward": ["direct", "grouped"]}
-        made = {"cpu": {"measured": "here", "shapes": [MEASURED | operations, other]}}
-        monkeypatch.setattr(convolution_table, "table", lambda: made)
+    def set_table(**operations):
+        distant = MEASURED | {"inputs": 32, "outputs": 64, "forward": ["direct", "grouped"]}
+        fake_table = {"cpu": {"measured": "here", "shapes": [MEASURED | operations, distant]}}
+        monkeypatch.setattr(convolution_table, "table", lambda: fake_table)
 
-    return put
+    return set_table
 
 
 @entries

@@ -13,7 +13,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def simple_cnn_outputs(g):
-    """The outputs with the weights of the file: kernels OIHW, linear weights (out, in)."""
+    """The outputs with the weights of a golden file, which has kernels as OIHW and linear weights as (out, in)."""
     layers = {"conv1": (2, 3, 1, 0), "conv2": (2, 3, 1, 0), "fc1": (1, 0), "fc2": (1, 0), "cls": (1, 0)}
     layers = {
         name: {
@@ -40,7 +40,7 @@ def test_simple_cnn_logits(g, x64):
 
 
 class BatchNormCase:
-    """A batch norm layer on the inputs of a file, in NHWC."""
+    """A batch norm layer on the inputs of a golden file, in NHWC."""
 
     def __init__(self, g):
         self.layer = BatchNorm(epsilon=float(g["par_eps"]), momentum=float(g["par_momentum"]), param_dtype=jnp.float64)
@@ -91,7 +91,7 @@ def test_batch_norm_in_evaluation(g, x64):
 
 
 @pytest.mark.parametrize("g", cases("fedgela"))
-def test_etf_from_its_rotation(g):
+def test_etf_from_a_matrix_is_that_of_the_golden_file(g):
     np.testing.assert_allclose(etf_from(g["in_a"]), g["out_M"], **CLOSE)
 
 

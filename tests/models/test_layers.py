@@ -1,4 +1,4 @@
-"""The layers a model gives on request, and the blocks of the large models."""
+"""The layer outputs that a model gives on request, and the blocks of the large models."""
 
 import functools
 
@@ -29,12 +29,12 @@ def images(shape=SHAPE, batch=4, seed=0):
 
 @functools.cache
 def variables(name):
-    """Made by numpy: compiling the initialisation takes longer than all else here."""
+    """Variables drawn by NumPy: compiling the initialisation takes longer than all else here."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: initialise(NARROW[name], jax.random.key(0), SHAPE))
     drawn = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.1, 0.3, x.shape), x.dtype), shapes["params"])
-    still = jax.tree_util.tree_map_with_path(lambda path, x: jnp.full(x.shape, float("var" in str(path[-1]))), shapes)
-    return {**still, "params": drawn}
+    initial = jax.tree_util.tree_map_with_path(lambda path, x: jnp.full(x.shape, float("var" in str(path[-1]))), shapes)
+    return {**initial, "params": drawn}
 
 
 @functools.partial(jax.jit, static_argnames=("model", "train"))
@@ -59,16 +59,16 @@ def run(model, variables, x, key=None, *, train=True):
 )
 def test_models_have_a_layer_for_each_stage_and_the_head(name, shape, count):
     model = build(name, num_classes=3, image_shape=shape)
-    given, outputs, _ = jax.eval_shape(
+    layer_outputs, outputs, _ = jax.eval_shape(
         lambda x: layers(model, initialise(model, jax.random.key(0), shape), x, train=True), images(shape)
     )
-    assert len(given) == count
-    assert given[-1].shape == outputs.logits.shape
-    assert all(layer.shape[0] == 4 for layer in given)
+    assert len(layer_outputs) == count
+    assert layer_outputs[-1].shape == outputs.logits.shape
+    assert all(layer.shape[0] == 4 for layer in layer_outputs)
 
 
 @pytest.mark.thorough
-def test_layers_come_from_first_to_last():
+def test_layers_are_returned_from_first_to_last():
     model = Classifier(MLP((7, 6)), 3, neck=2)
     shapes = [layer.shape[-1] for layer in layers(model, initialise(model, jax.random.key(0), (5,)), images((5,)),
                                                   train=False)[0]]  # fmt: skip
@@ -76,37 +76,37 @@ def test_layers_come_from_first_to_last():
 
 
 @pytest.mark.thorough
-def test_layers_follow_their_activation():
+def test_layers_are_returned_after_their_activation():
     model = Classifier(MLP((7,)), 3, neck=2)
     hidden, first, last, _ = layers(model, initialise(model, jax.random.key(0), (5,)), images((5,)), train=False)[0]
     assert hidden.min() == first.min() == 0
     assert last.min() < 0
 
 
-def test_pooling_belongs_to_its_layer():
+def test_layers_are_returned_after_their_pooling():
     model = build("simple_cnn", num_classes=3, image_shape=(32, 32, 3))
-    given = jax.eval_shape(lambda: layers(model, initialise(model, jax.random.key(0), (32, 32, 3)),
-                                          images((32, 32, 3)), train=False))[0]  # fmt: skip
-    assert [layer.shape[1:] for layer in given] == [(14, 14, 6), (5, 5, 16), (120,), (84,), (3,)]
+    layer_outputs = jax.eval_shape(lambda: layers(model, initialise(model, jax.random.key(0), (32, 32, 3)),
+                                                  images((32, 32, 3)), train=False))[0]  # fmt: skip
+    assert [layer.shape[1:] for layer in layer_outputs] == [(14, 14, 6), (5, 5, 16), (120,), (84,), (3,)]
 
 
 @pytest.mark.thorough
 def test_asking_for_layers_changes_neither_outputs_nor_statistics():
     model = NARROW["wide"]
-    given, outputs, state = jax.jit(lambda v, x: layers(model, v, x, train=True))(variables("wide"), images())
+    layer_outputs, outputs, state = jax.jit(lambda v, x: layers(model, v, x, train=True))(variables("wide"), images())
     expected = run(model, variables("wide"), images())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), (outputs, state), expected)
-    np.testing.assert_array_equal(given[-1], outputs.logits)
+    np.testing.assert_array_equal(layer_outputs[-1], outputs.logits)
 
 
 @pytest.mark.thorough
-def test_nothing_is_kept_unasked():
+def test_layers_are_not_kept_unless_requested():
     assert set(variables("wide")) == {"params", "batch_stats"}
     assert set(run(NARROW["wide"], variables("wide"), images())[1]) == {"batch_stats"}
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_head_is_applied_as_in_its_model(bias):
+def test_apply_head_gives_the_logits_of_the_model(bias):
     model = Classifier(MLP((5,)), 3, head_bias=bias)
     variables = initialise(model, jax.random.key(0), (4,))
     outputs, _ = forward(model, variables, images((4,)), train=False)
@@ -129,7 +129,7 @@ def test_large_models_take_group_norm(name):
 
 
 @pytest.mark.thorough
-def test_dropout_acts_in_training_alone():
+def test_dropout_acts_in_training_only():
     model, keys = NARROW["wide"], jax.random.split(jax.random.key(0))
     trained = [run(model, variables("wide"), images(), key)[0].logits for key in keys]
     evaluated = [run(model, variables("wide"), images(), key, train=False)[0].logits for key in keys]
@@ -138,12 +138,12 @@ def test_dropout_acts_in_training_alone():
 
 
 @pytest.mark.thorough
-def test_the_last_norm_of_a_wide_network_follows_the_batch_by_nine_tenths():
+def test_the_last_norm_of_a_wide_network_takes_nine_tenths_of_the_batch():
     statistics = run(NARROW["wide"], variables("wide"), images(batch=1))[1]["batch_stats"]["backbone"]
-    _, other = run(NARROW["wide"], {**variables("wide"), "batch_stats": shifted()}, images(batch=1))
-    moved = jax.tree.map(jnp.subtract, other["batch_stats"]["backbone"], statistics)
-    np.testing.assert_allclose(moved["norm"]["mean"], 0.1, 1e-4)
-    np.testing.assert_allclose(moved["group1_block1"]["norm1"]["mean"], 0.9, 1e-4)
+    _, state_after_shift = run(NARROW["wide"], {**variables("wide"), "batch_stats": shifted()}, images(batch=1))
+    change = jax.tree.map(jnp.subtract, state_after_shift["batch_stats"]["backbone"], statistics)
+    np.testing.assert_allclose(change["norm"]["mean"], 0.1, 1e-4)
+    np.testing.assert_allclose(change["group1_block1"]["norm1"]["mean"], 0.9, 1e-4)
 
 
 def shifted():

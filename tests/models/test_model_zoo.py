@@ -52,13 +52,13 @@ def narrow(name, norm="batch"):
 
 
 def drawn(model, shape, seed=0):
-    """Variables made by numpy: compiling the initialisation takes longer than all else here."""
+    """Variables drawn by NumPy: compiling the initialisation takes longer than all else here."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: initialise(model, jax.random.key(0), shape))
     fan_in = lambda x: math.prod(x.shape[:-1]) if len(x.shape) > 1 else 4  # noqa: E731
     params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.1, fan_in(x) ** -0.5, x.shape), x.dtype), shapes["params"])
-    still = jax.tree_util.tree_map_with_path(lambda path, x: jnp.full(x.shape, float("var" in str(path[-1]))), shapes)
-    return {**still, "params": params}
+    initial = jax.tree_util.tree_map_with_path(lambda path, x: jnp.full(x.shape, float("var" in str(path[-1]))), shapes)
+    return {**initial, "params": params}
 
 
 @pytest.mark.thorough
@@ -131,8 +131,8 @@ def test_a_neck_without_head_gives_its_own_features(name):
 )
 def test_sides_are_halved_where_the_layer_lists_say(name, sides):
     model, variables = full(name)
-    given = jax.eval_shape(lambda v: layers(model, v, images(IMAGE), train=False)[0], variables)
-    assert [layer.shape[1] for layer in given[:-2]] == sides
+    layer_outputs = jax.eval_shape(lambda v: layers(model, v, images(IMAGE), train=False)[0], variables)
+    assert [layer.shape[1] for layer in layer_outputs[:-2]] == sides
 
 
 @pytest.mark.thorough
@@ -157,14 +157,14 @@ def test_outputs_of_the_full_models_are_finite(name, norm):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NARROW)
-def test_a_step_of_two_clients_is_two_steps_of_one(name):
+def test_a_step_of_two_clients_together_equals_a_step_of_each(name):
     model = narrow(name)
 
     def step(variables, x, labels):
-        rest = {k: v for k, v in variables.items() if k != "params"}
+        other_collections = {k: v for k, v in variables.items() if k != "params"}
 
         def loss(params):
-            outputs, state = forward(model, {"params": params, **rest}, x, train=True)
+            outputs, state = forward(model, {"params": params, **other_collections}, x, train=True)
             return -jnp.take_along_axis(nn.log_softmax(outputs.logits), labels[:, None], 1).mean(), state
 
         gradient, state = jax.grad(loss, has_aux=True)(variables["params"])
@@ -197,12 +197,12 @@ def test_padded_max_pool_and_its_gradient_are_those_of_windows(stride, side):
         return nn.max_pool(x, (3, 3), (stride, stride), ((1, 1), (1, 1)))
 
     @jax.jit
-    def both(x):
+    def values_and_gradients(x):
         return [(pool(x), jax.vjp(pool, x)[1](pool(x))[0]) for pool in (ours, windows)]
 
-    (given, gradient), (expected, expected_gradient) = both(images((6, 6, 2)))
-    assert given.shape == (2, side, side, 2)
-    np.testing.assert_array_equal(given, expected)
+    (value, gradient), (expected, expected_gradient) = values_and_gradients(images((6, 6, 2)))
+    assert value.shape == (2, side, side, 2)
+    np.testing.assert_array_equal(value, expected)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
@@ -212,21 +212,23 @@ def test_padded_max_pool_and_its_gradient_are_those_of_windows(stride, side):
 )
 def test_grouped_convolutions_and_their_gradients_are_those_of_xla(kernel, stride, inputs, features, groups):
     x, w = images((7, 6, inputs)), images((kernel, inputs // groups, features), kernel, 1)
-    given = (stride, stride), ((kernel // 2,) * 2,) * 2
+    strides_and_padding = (stride, stride), ((kernel // 2,) * 2,) * 2
 
     def xla(x, w):
         numbers = ("NHWC", "HWIO", "NHWC")
-        return lax.conv_general_dilated(x, w, *given, dimension_numbers=numbers, feature_group_count=groups)
+        return lax.conv_general_dilated(
+            x, w, *strides_and_padding, dimension_numbers=numbers, feature_group_count=groups
+        )
 
     def ours(x, w):
-        return client_conv(x, w, *given, feature_group_count=groups)
+        return client_conv(x, w, *strides_and_padding, feature_group_count=groups)
 
     @jax.jit
-    def both(x, w):
+    def values_and_gradients(x, w):
         outputs = [(conv(x, w), jax.vjp(conv, x, w)[1]) for conv in (ours, xla)]
         return [(out, pull(jnp.cos(out))) for out, pull in outputs]
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *both(x, w))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *values_and_gradients(x, w))
 
 
 def test_average_pool_counts_the_zeros_at_the_edges():
@@ -242,7 +244,7 @@ def test_shuffling_with_the_complementary_groups_undoes_it():
 
 
 def block_output(block, x, silent):
-    """What a block gives in evaluation when the norm of its part `silent` gives 0."""
+    """The output of a block in evaluation when the norm of its part `silent` gives 0."""
 
     @jax.jit
     def run(x):
@@ -277,12 +279,12 @@ def test_a_shuffle_block_of_stride_2_appends_its_averaged_input():
 
 
 def normed(x):
-    """Batch norm with its first statistics."""
+    """Batch norm with its initial statistics."""
     return x / np.sqrt(1 + 1e-5)
 
 
 def convolved(params, x, stride=1, groups=1):
-    """A layer `Conv` of odd side whose padding is half of that."""
+    """A layer `Conv` with a kernel of odd size, padded by half of that."""
     kernel = params["kernel"]
     pads = [(side // 2, side // 2) for side in kernel.shape[:2]]
     out = lax.conv_general_dilated(
@@ -334,8 +336,8 @@ def inception(p, x, stride):
         return nn.relu(normed(convolved(p[name]["conv"], x)))
 
     five = conv(conv(conv(x, "reduce5"), "conv5_1"), "conv5_2")
-    parts = [conv(x, "direct"), conv(conv(x, "reduce3"), "conv3"), five, conv(max_pool(x, 3, 1, 1), "pool")]
-    return jnp.concatenate(parts, -1)
+    branches = [conv(x, "direct"), conv(conv(x, "reduce3"), "conv3"), five, conv(max_pool(x, 3, 1, 1), "pool")]
+    return jnp.concatenate(branches, -1)
 
 
 @pytest.mark.thorough
@@ -352,11 +354,11 @@ def inception(p, x, stride):
 def test_a_block_computes_its_formula(block, formula, stride):
     x = images((6, 6, 8))
     variables = block.init(jax.random.key(1), x, train=False)
-    found = block.apply(variables, x, train=False)
-    np.testing.assert_allclose(found, formula(variables["params"], x, stride), rtol=1e-4, atol=1e-5)
+    output = block.apply(variables, x, train=False)
+    np.testing.assert_allclose(output, formula(variables["params"], x, stride), rtol=1e-4, atol=1e-5)
 
 
-def test_grouped_kernels_start_uniform_within_one_over_root_of_the_inputs_of_a_group():
+def test_grouped_kernels_start_uniform_within_one_over_root_fan_in_of_a_group():
     variables = ConvNorm(400, 5, groups=4).init(jax.random.key(0), jnp.zeros((1, 1, 1, 16)), train=False)
     kernel = variables["params"]["conv"]["kernel"]
     assert kernel.shape == (5, 5, 4, 400)
@@ -364,7 +366,7 @@ def test_grouped_kernels_start_uniform_within_one_over_root_of_the_inputs_of_a_g
 
 
 @pytest.mark.thorough
-def test_features_of_the_four_digits_participants_are_those_of_the_paper():
+def test_feature_sizes_of_the_four_digits_participants_are_the_papers():
     names = ("resnet10", "resnet12", "efficientnet_b0", "mobilenet_v2")
     assert [feature_dim(build(name, num_classes=10, image_shape=IMAGE), IMAGE) for name in names] == [
         512,
@@ -377,8 +379,8 @@ def test_features_of_the_four_digits_participants_are_those_of_the_paper():
 EFFICIENT_STAGES = (EfficientStage(1, 3, 1, 4, 2), EfficientStage(2, 3, 1, 4, 2))
 
 
-def efficient(**form):
-    model = Classifier(EfficientNet(EFFICIENT_STAGES, last=None, **form), 3)
+def efficient(**options):
+    model = Classifier(EfficientNet(EFFICIENT_STAGES, last=None, **options), 3)
     return model, jax.jit(lambda key: initialise(model, key, (8, 8, 3)))(jax.random.key(0))
 
 
@@ -388,7 +390,7 @@ def run_in_training(model, variables, seed):
 
 
 @pytest.mark.thorough
-def test_features_of_fccls_efficientnet_are_dropped_out_where_there_is_a_key():
+def test_fccls_efficientnet_drops_features_only_if_there_is_a_key():
     model, variables = efficient(dropout=0.5)
     plain, dropped = (run_in_training(model, variables, seed) for seed in (None, 1))
     kept = np.asarray(dropped) != 0
@@ -406,9 +408,9 @@ def test_drop_connect_takes_whole_samples_out_of_blocks_with_a_shortcut():
         np.asarray(block.apply(variables, x, train=True, rngs=rngs, mutable=["batch_stats"])[0] - x)
         for rngs in ({}, {"dropout": jax.random.key(1)})
     )
-    gone = ~dropped.any((1, 2, 3))
-    assert 0 < gone.sum() < 16
-    np.testing.assert_allclose(dropped[~gone], 2 * plain[~gone], 1e-4, 1e-5)
+    removed = ~dropped.any((1, 2, 3))
+    assert 0 < removed.sum() < 16
+    np.testing.assert_allclose(dropped[~removed], 2 * plain[~removed], 1e-4, 1e-5)
 
 
 @pytest.mark.thorough
@@ -425,5 +427,7 @@ def test_kernels_start_normal_or_uniform(network):
 
 
 def test_fccls_own_networks_start_uniform():
-    forms = {name: build(name, num_classes=3, image_shape=IMAGE).backbone.kernel_init for name in KERNEL_INITS_OF}
-    assert forms == KERNEL_INITS_OF
+    kernel_inits = {
+        name: build(name, num_classes=3, image_shape=IMAGE).backbone.kernel_init for name in KERNEL_INITS_OF
+    }
+    assert kernel_inits == KERNEL_INITS_OF

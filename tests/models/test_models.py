@@ -99,7 +99,7 @@ def test_sizes_are_the_published_ones(name, shape, classes, params, full, featur
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_model_runs_on_its_smallest_images(name, monkeypatch):
-    monkeypatch.setattr(classifier, "_shapes", shapes)  # `feature_dim` looks at what is traced here anyway
+    monkeypatch.setattr(classifier, "_shapes", shapes)  # so that `feature_dim` reuses what is traced here
     shape = SMALLEST[name]
     model = build(name, num_classes=3, image_shape=shape, text=name == "lstm")
     variables = shapes(model, shape)[1]
@@ -127,7 +127,7 @@ def test_unknown_names_are_refused_with_the_nearest():
         build("mlp", num_classes=3, image_shape=(2,), norm="batchnorm")
 
 
-def test_the_tree_has_backbone_neck_and_head():
+def test_parameters_are_those_of_backbone_neck_and_head():
     model = build("mlp", num_classes=3, image_shape=(4,)).clone(neck=2)
     params = initialise(model, jax.random.key(0), (4,))["params"]
     shapes = jax.tree.map(jnp.shape, params)
@@ -143,7 +143,7 @@ def test_a_model_without_head_gives_no_logits():
     assert sizes(model, (4,)).head == 0
 
 
-def test_the_head_may_go_without_bias():
+def test_the_head_may_have_no_bias():
     model = build("mlp", num_classes=3, image_shape=(4,)).clone(head_bias=False)
     assert sizes(model, (4,)).head == 200 * 3
 
@@ -191,10 +191,10 @@ def test_lanes_do_not_change_results():
     model, x = narrow_resnet(), np.stack([images((8, 8, 3), seed=s) for s in range(2)])
 
     def gradient(variables, x):
-        rest = {k: v for k, v in variables.items() if k != "params"}
+        other_collections = {k: v for k, v in variables.items() if k != "params"}
 
         def loss(params):
-            outputs, new = forward(model, {"params": params, **rest}, x, train=True)
+            outputs, new = forward(model, {"params": params, **other_collections}, x, train=True)
             return jnp.square(outputs.logits).sum(), new
 
         return jax.grad(loss, has_aux=True)(variables["params"])
@@ -226,7 +226,7 @@ def test_only_batch_norm_counts_as_batch_norm():
 
 
 class Foreign(nn.Module):
-    """A backbone with layers of Flax, as someone else writes it."""
+    """A backbone of Flax's own layers, as someone else would write it."""
 
     normed: bool = True
 
@@ -236,7 +236,7 @@ class Foreign(nn.Module):
         return nn.BatchNorm(use_running_average=not train)(x) if self.normed else x
 
 
-def test_norm_layers_of_another_library_are_seen():
+def test_norm_layers_of_another_library_are_recognised():
     foreign, plain = (Classifier(Foreign(normed), num_classes=3) for normed in (True, False))
     assert [f(m, (4,)) for m in (foreign, plain) for f in (uses_batch_norm, normalises)] == [True, True, False, False]
 
@@ -336,7 +336,7 @@ def test_conv_init_is_normal_with_fan_out():
 
 
 @pytest.mark.parametrize(("dim", "classes"), [(2, 2), (10, 10), (64, 7)])
-def test_etf_columns_are_unit_and_equally_far(dim, classes):
+def test_etf_columns_have_unit_length_and_equal_angles(dim, classes):
     frame = simplex_etf(dim, classes, seed=1)
     assert frame.dtype == np.float64
     expected = (classes * np.eye(classes) - 1) / (classes - 1)
@@ -359,17 +359,17 @@ def test_etf_refuses_too_few_features_or_classes():
 def test_flambys_network_is_padded_for_images_of_224(name, side):
     model = build(name, num_classes=8, image_shape=(200, 200, 3)).backbone
     x = jnp.zeros((1, 200, 200, 3))
-    _, seen = jax.eval_shape(
+    _, collections = jax.eval_shape(
         lambda key: model.init_with_output(key, x, train=False, capture_intermediates=True, mutable=True),
         jax.random.key(0),
     )
-    assert seen["intermediates"]["last"]["__call__"][0].shape == (1, side, side, 1280)
+    assert collections["intermediates"]["last"]["__call__"][0].shape == (1, side, side, 1280)
 
 
-def test_the_norms_of_flambys_network_are_slow():
+def test_flambys_network_has_its_own_norm_and_dropout_rates():
     model = build("efficientnet_b0_flamby", num_classes=3, image_shape=(32, 32, 3)).backbone
-    made = norm(model.norm)()
-    assert (made.epsilon, made.momentum, model.dropout, model.drop_connect) == (1e-3, 0.01, 0.2, 0.2)
+    layer = norm(model.norm)()
+    assert (layer.epsilon, layer.momentum, model.dropout, model.drop_connect) == (1e-3, 0.01, 0.2, 0.2)
     assert (
         build("efficientnet_b0_flamby", num_classes=3, image_shape=(32, 32, 3), norm="group").backbone.norm == "group"
     )

@@ -17,7 +17,7 @@ from fedjax_pcdd.models.convolution_table import Listing, choosing
 
 SHAPE = (8, 8, 1)
 IMAGES = jax.random.uniform(jax.random.key(0), (6, *SHAPE))
-FIRST = jnp.array([1, 1, 1, 1, 0, 0])
+FIRST_FOUR = jnp.array([1, 1, 1, 1, 0, 0])
 
 
 class Plain(nn.Module):
@@ -74,8 +74,8 @@ class NnxWhole(nnx.Module):
         return self.layers[1](nnx.relu(self.layers[0](x.reshape(len(x), -1))))
 
 
-def built(part, num_classes=3):
-    return models.build(part, num_classes=num_classes, image_shape=SHAPE)
+def built(module, num_classes=3):
+    return models.build(module, num_classes=num_classes, image_shape=SHAPE)
 
 
 def trained(model, variables, mask=None, key=None):
@@ -83,12 +83,12 @@ def trained(model, variables, mask=None, key=None):
 
 
 ALL = [Plain, Normed, Masked, Whole, NnxNet, NnxWhole, NnxNet(nnx.Rngs(0)), Plain()]
-NAMES = [getattr(part, "__name__", f"{type(part).__name__}()") for part in ALL]
+NAMES = [getattr(module, "__name__", f"{type(module).__name__}()") for module in ALL]
 
 
-@pytest.mark.parametrize("part", ALL, ids=NAMES)
-def test_a_module_gives_features_and_logits_of_its_head(part):
-    model = built(part)
+@pytest.mark.parametrize("module", ALL, ids=NAMES)
+def test_a_module_gives_features_and_logits_of_its_head(module):
+    model = built(module)
     variables = initialise(model, jax.random.key(1), SHAPE)
     outputs, _ = forward(model, variables, IMAGES, train=False)
     assert outputs.logits.shape == (6, 3)
@@ -96,15 +96,15 @@ def test_a_module_gives_features_and_logits_of_its_head(part):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("part", ALL, ids=NAMES)
-def test_gradients_reach_all_parameters_under_vmap(part):
-    model = built(part)
+@pytest.mark.parametrize("module", ALL, ids=NAMES)
+def test_gradients_reach_all_parameters_under_vmap(module):
+    model = built(module)
     keys = jax.random.split(jax.random.key(1))
     lanes = jax.vmap(lambda key: initialise(model, key, SHAPE))(keys)
 
     def loss(params, variables, key):
-        outputs, state = forward(model, {**variables, "params": params}, IMAGES, train=True, mask=FIRST, key=key)
-        return jnp.sum(jnp.square(outputs.logits - 1) * FIRST[:, None]), state
+        outputs, state = forward(model, {**variables, "params": params}, IMAGES, train=True, mask=FIRST_FOUR, key=key)
+        return jnp.sum(jnp.square(outputs.logits - 1) * FIRST_FOUR[:, None]), state
 
     step = jax.jit(jax.vmap(jax.grad(loss, has_aux=True)))
     gradients, state = step(lanes["params"], lanes, keys)
@@ -116,61 +116,61 @@ def test_gradients_reach_all_parameters_under_vmap(part):
 
 @pytest.mark.thorough
 def test_a_whole_classifiers_last_layer_is_the_head():
-    linen, other = built(Whole), built(NnxWhole)
-    params = initialise(linen, jax.random.key(0), SHAPE)["params"]
+    linen_model, nnx_model = built(Whole), built(NnxWhole)
+    params = initialise(linen_model, jax.random.key(0), SHAPE)["params"]
     assert set(params["backbone"]) == {"body"}
     assert set(params["head"]) == {"kernel"}
     assert not np.any(params["head"]["kernel"])  # its own initialisation
-    variables = initialise(other, jax.random.key(0), SHAPE)
+    variables = initialise(nnx_model, jax.random.key(0), SHAPE)
     assert set(variables["params"]["backbone"]["layers"]) == {"0"}
     assert variables["params"]["head"]["kernel"].shape == (5, 3)
-    assert "head" not in initialise(linen.clone(head=False), jax.random.key(0), SHAPE)["params"]
-    assert initialise(linen.clone(neck=1, neck_width=2), jax.random.key(0), SHAPE)["params"]["head"][
+    assert "head" not in initialise(linen_model.clone(head=False), jax.random.key(0), SHAPE)["params"]
+    assert initialise(linen_model.clone(neck=1, neck_width=2), jax.random.key(0), SHAPE)["params"]["head"][
         "kernel"
     ].shape == (2, 3)
 
 
-def test_an_nnx_object_brings_its_initial_values():
-    own = NnxWhole(3, SHAPE, nnx.Rngs(5))
-    model = built(own)
+def test_an_nnx_object_keeps_its_initial_values():
+    module = NnxWhole(3, SHAPE, nnx.Rngs(5))
+    model = built(module)
     outputs, _ = forward(model, initialise(model, jax.random.key(9), SHAPE), IMAGES, train=False)
-    np.testing.assert_allclose(outputs.logits, own(IMAGES), 1e-5, 1e-6)
+    np.testing.assert_allclose(outputs.logits, module(IMAGES), 1e-5, 1e-6)
 
 
-def test_a_linen_classifier_computes_what_it_computes_alone():
+def test_a_linen_classifier_gives_the_logits_it_gives_outside_this_package():
     model = built(Whole)
     variables = initialise(model, jax.random.key(0), SHAPE)
     kernel = jax.random.normal(jax.random.key(1), (7, 3))
     variables["params"]["head"]["kernel"] = kernel
-    own = {"params": {**variables["params"]["backbone"], "last": {"kernel": kernel}}}
+    classifier_variables = {"params": {**variables["params"]["backbone"], "last": {"kernel": kernel}}}
     outputs, _ = forward(model, variables, IMAGES, train=False)
-    np.testing.assert_allclose(outputs.logits, Whole(3).apply(own, IMAGES), 1e-5, 1e-6)
+    np.testing.assert_allclose(outputs.logits, Whole(3).apply(classifier_variables, IMAGES), 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("part", [Normed, NnxNet], ids=["linen", "nnx"])
-def test_masked_samples_stay_out_of_batch_statistics(part):
-    model = built(part)
+@pytest.mark.parametrize("module", [Normed, NnxNet], ids=["linen", "nnx"])
+def test_masked_samples_stay_out_of_batch_statistics(module):
+    model = built(module)
     variables = initialise(model, jax.random.key(1), SHAPE)
-    masked, state = trained(model, variables, FIRST)
-    alone, own = forward(model, variables, IMAGES[:4], train=True)
+    masked, state = trained(model, variables, FIRST_FOUR)
+    alone, expected_state = forward(model, variables, IMAGES[:4], train=True)
     np.testing.assert_allclose(masked.features[:4], alone.features, 1e-5, 1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, own)
-    _, kept = trained(model, variables, jnp.zeros(6))
-    jax.tree.map(np.testing.assert_array_equal, kept["batch_stats"], variables["batch_stats"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, expected_state)
+    _, state_without_samples = trained(model, variables, jnp.zeros(6))
+    jax.tree.map(np.testing.assert_array_equal, state_without_samples["batch_stats"], variables["batch_stats"])
     assert not np.allclose(*map(np.ravel, (jax.tree.leaves(state)[0], jax.tree.leaves(variables["batch_stats"])[0])))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("part", [Normed, NnxNet], ids=["linen", "nnx"])
-def test_dropout_is_on_with_a_key_and_a_function_of_it(part):
-    model = built(part)
+@pytest.mark.parametrize("module", [Normed, NnxNet], ids=["linen", "nnx"])
+def test_dropout_acts_only_with_a_key_and_is_a_function_of_it(module):
+    model = built(module)
     variables = initialise(model, jax.random.key(1), SHAPE)
-    one, same, other = (trained(model, variables, key=jax.random.key(k))[0].features for k in (0, 0, 1))
-    np.testing.assert_array_equal(one, same)
-    assert not np.array_equal(one, other)
-    without = trained(model, variables)[0].features
-    np.testing.assert_array_equal(without, trained(model, variables)[0].features)
-    assert np.count_nonzero(np.asarray(one) == 0) > np.count_nonzero(np.asarray(without) == 0)
+    first, repeated, other = (trained(model, variables, key=jax.random.key(k))[0].features for k in (0, 0, 1))
+    np.testing.assert_array_equal(first, repeated)
+    assert not np.array_equal(first, other)
+    without_key = trained(model, variables)[0].features
+    np.testing.assert_array_equal(without_key, trained(model, variables)[0].features)
+    assert np.count_nonzero(np.asarray(first) == 0) > np.count_nonzero(np.asarray(without_key) == 0)
 
 
 class Noisy(nn.Module):
@@ -179,7 +179,7 @@ class Noisy(nn.Module):
         return nn.Dropout(0.5, rng_collection="noise", deterministic=not train)(x.reshape(len(x), -1))
 
 
-def test_dropout_from_a_stream_of_another_name_drops_with_a_key_alone():
+def test_dropout_from_a_stream_of_another_name_acts_only_with_a_key():
     model = built(Noisy)
     variables = initialise(model, jax.random.key(1), SHAPE)
     features = trained(model, variables, key=jax.random.key(0))[0].features
@@ -205,29 +205,29 @@ class NnxTwice(nnx.Module):
         return self.layer(nnx.relu(self.layer(self.first(x.reshape(len(x), -1)))))
 
 
-@pytest.mark.parametrize("part", [Twice, NnxTwice], ids=["linen", "nnx"])
-def test_a_dense_layer_that_is_called_twice_is_no_head(part):
+@pytest.mark.parametrize("module", [Twice, NnxTwice], ids=["linen", "nnx"])
+def test_a_dense_layer_that_is_called_twice_is_no_head(module):
     with pytest.warns(UserWarning, match="a linear head follows"):
-        model = built(part)
+        model = built(module)
     params = initialise(model, jax.random.key(0), SHAPE)["params"]
     assert params["backbone"]["layer"]["kernel"].shape == params["head"]["kernel"].shape == (3, 3)
 
 
 @pytest.mark.parametrize("width", [3, 5])
-def test_a_softmax_at_the_end_of_a_whole_classifier_is_told(width):
-    part = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(width), nn.softmax])
-    with warnings.catch_warnings(record=True) as told:
+def test_a_softmax_at_the_end_of_a_whole_classifier_gives_a_warning(width):
+    module = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(width), nn.softmax])
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
-        built(part)
-    assert ["without softmax" in str(one.message) for one in told] == [True] * (width == 3)
+        built(module)
+    assert ["without softmax" in str(warning.message) for warning in recorded] == [True] * (width == 3)
 
 
 @pytest.mark.thorough
 def test_a_sequence_of_layers_is_a_model():
     linen = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(6), nn.relu, nn.Dense(3)])
     layers = nnx.Linear(64, 6, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(6, 3, rngs=nnx.Rngs(1))
-    for part in (linen, nnx.Sequential(lambda x: x.reshape(len(x), -1), *layers)):
-        model = built(part)
+    for module in (linen, nnx.Sequential(lambda x: x.reshape(len(x), -1), *layers)):
+        model = built(module)
         variables = initialise(model, jax.random.key(0), SHAPE)
         assert forward(model, variables, IMAGES, train=False)[0].logits.shape == (6, 3)
         assert variables["params"]["head"]["kernel"].shape == (6, 3)
@@ -254,26 +254,27 @@ def test_fields_of_a_module_may_be_lists():
         built(Listed(jnp.array([5, 4])))
 
 
-def test_other_collections_are_state_too():
+def test_other_collections_are_returned_as_state():
     model = built(Masked)
     variables = initialise(model, jax.random.key(1), SHAPE)
-    _, state = trained(model, variables, FIRST)
+    _, state = trained(model, variables, FIRST_FOUR)
     assert state["counters"]["backbone"]["samples"] == 4
 
 
-@pytest.mark.parametrize("part", [Plain, NnxNet], ids=["linen", "nnx"])
-def test_convolutions_take_this_engines_forms(part):
-    model, listing = built(part), Listing()
+@pytest.mark.parametrize("module", [Plain, NnxNet], ids=["linen", "nnx"])
+def test_convolutions_of_own_modules_take_this_engines_forms(module):
+    model, listing = built(module), Listing()
     with choosing(listing):
         jax.eval_shape(lambda: model.init(jax.random.key(0), IMAGES, train=False))
     assert [(asked.inputs, asked.outputs) for asked in listing.asked] == [(1, 4)]
 
 
 def test_normalisation_is_recognised_by_types_and_variables():
-    known = {
-        part: (normalises(built(part), SHAPE), uses_batch_norm(built(part), SHAPE)) for part in (Plain, Normed, NnxNet)
+    recognised = {
+        module: (normalises(built(module), SHAPE), uses_batch_norm(built(module), SHAPE))
+        for module in (Plain, Normed, NnxNet)
     }
-    assert known == {Plain: (False, False), Normed: (True, True), NnxNet: (True, True)}
+    assert recognised == {Plain: (False, False), Normed: (True, True), NnxNet: (True, True)}
 
 
 class NnxNorms(nnx.Module):
@@ -288,10 +289,10 @@ class NnxNorms(nnx.Module):
         return x.mean((1, 2))
 
 
-def test_normalisation_layers_of_nnx_are_known_by_their_paths():
+def test_normalisation_params_of_nnx_are_found_by_their_paths():
     model = built(NnxNorms)
-    wanted = {("rest", "0", "bias"), ("rest", "0", "scale"), ("rest", "1", "scale")}
-    assert normalisation_params(model, SHAPE) == tuple(sorted(("backbone", *path) for path in wanted))
+    expected_paths = {("rest", "0", "bias"), ("rest", "0", "scale"), ("rest", "1", "scale")}
+    assert normalisation_params(model, SHAPE) == tuple(sorted(("backbone", *path) for path in expected_paths))
     assert normalisation_params(built(NnxNet(nnx.Rngs(0))), SHAPE) == tuple(
         ("backbone", "norm", name) for name in ("bias", "scale")
     )
@@ -331,7 +332,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("part", "sentence"),
+    ("module", "sentence"),
     [
         (42, "model 42 must be a Flax module, or what returns one, not int."),
         (lambda x: x, "model <lambda> needs 'x': pass a Flax module"),
@@ -343,9 +344,9 @@ class Broken(nn.Module):
         (nn.Dense, "model Dense needs 'features'"),
     ],
 )
-def test_what_is_no_model_is_refused_with_one_sentence(part, sentence):
+def test_anything_but_a_model_is_refused_in_one_sentence(module, sentence):
     with pytest.raises(UserError, match=sentence) as error:
-        built(part)
+        built(module)
     assert "\n" not in str(error.value)
 
 

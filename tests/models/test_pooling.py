@@ -23,7 +23,7 @@ channels = pytest.mark.parametrize("channels", [3, FEW_CHANNELS])
 
 @pytest.mark.thorough
 @channels
-def test_value_and_gradient_are_those_of_both_layers(channels):
+def test_value_and_gradient_are_those_of_the_two_layers(channels):
     x, dy = (jax.random.normal(jax.random.key(i), (2, *side, channels)) for i, side in enumerate([(5, 7), (2, 3)]))
     value, pull = jax.vjp(relu_max_pool, x)
     expected, expected_pull = jax.vjp(separately, x)
@@ -32,14 +32,14 @@ def test_value_and_gradient_are_those_of_both_layers(channels):
 
 
 @channels
-def test_of_equal_ones_all_gradients_make_one_and_none_below_zero_has_any(channels):
+def test_gradients_of_equal_maxima_sum_to_one_and_negatives_have_none(channels):
     x = jnp.stack([jnp.ones((2, 2, channels)), -jnp.ones((2, 2, channels))])
     gradient = jax.grad(lambda x: relu_max_pool(x).sum())(x)
     np.testing.assert_array_equal(gradient[0].reshape(4, -1).sum(0), 1)
     np.testing.assert_array_equal(gradient[1], 0)
 
 
-def test_with_many_channels_the_first_of_equal_ones_has_the_gradient():
+def test_with_many_channels_the_first_of_equal_maxima_has_the_gradient():
     x = jnp.array([[0.0, 2.0], [2.0, 1.0]])[None, :, :, None] * jnp.ones(FEW_CHANNELS)
     gradient = jax.grad(lambda x: relu_max_pool(x).sum())(x)
     np.testing.assert_array_equal(gradient[0, :, :, 0], [[0, 1], [0, 0]])
@@ -47,10 +47,10 @@ def test_with_many_channels_the_first_of_equal_ones_has_the_gradient():
 
 @pytest.mark.thorough
 @channels
-def test_lanes_are_images_one_after_another(channels):
+def test_lanes_together_give_the_gradients_of_each_alone(channels):
     x = jax.random.normal(jax.random.key(0), (3, 2, 4, 4, channels))
-    weighted = jax.grad(lambda x: jnp.sum(relu_max_pool(x) ** 2))
-    np.testing.assert_array_equal(jax.vmap(weighted)(x), jnp.stack([weighted(one) for one in x]))
+    gradient = jax.grad(lambda x: jnp.sum(relu_max_pool(x) ** 2))
+    np.testing.assert_array_equal(jax.vmap(gradient)(x), jnp.stack([gradient(lane) for lane in x]))
 
 
 def blocked(kernel, side):
@@ -60,7 +60,7 @@ def blocked(kernel, side):
 
 
 def layers(bias=True, padding: Any = "VALID", kernel=5, features=6):
-    """A convolution with pooling in one, and its variables' owner, the convolution alone."""
+    """A convolution with pooling in one layer, and the convolution alone, whose variables both take."""
     settings = {"features": features, "kernel_size": kernel, "padding": padding, "use_bias": bias}
     return PooledConv(**settings), Conv(**settings)
 
@@ -73,7 +73,7 @@ def layers(bias=True, padding: Any = "VALID", kernel=5, features=6):
         (14, {"features": 16}), (9, {"kernel": 2}),
     ],
 )  # fmt: skip
-def test_a_pooled_convolution_is_the_convolution_then_the_pooling(side, options):
+def test_a_pooled_convolution_equals_the_convolution_then_the_pooling(side, options):
     pooled, alone = layers(**options)
     x = jax.random.normal(jax.random.key(0), (4, side, side, 3))
     variables = alone.init(jax.random.key(1), x)
@@ -89,34 +89,34 @@ on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="convolutions
 
 
 @on_cpu
-def test_small_networks_take_the_path_in_blocks():
+def test_small_networks_are_computed_in_blocks():
     assert blocked(5, 32)
     assert not blocked(5, 31)
 
 
 @pytest.mark.thorough
-def test_lanes_of_a_pooled_convolution_are_clients_one_after_another():
+def test_lanes_of_a_pooled_convolution_equal_each_client_alone():
     pooled, _ = layers()
     x = jax.random.normal(jax.random.key(0), (2, 4, 32, 32, 3))
     variables = jax.vmap(pooled.init)(jax.random.split(jax.random.key(1), 2), x)
-    weighted = jax.grad(lambda v, x: jnp.sum(pooled.apply(v, x) ** 2))
-    each = [weighted(jax.tree.map(lambda v, i=i: v[i], variables), x[i]) for i in range(2)]
-    together = jax.vmap(weighted)(variables, x)
+    gradient = jax.grad(lambda v, x: jnp.sum(pooled.apply(v, x) ** 2))
+    each = [gradient(jax.tree.map(lambda v, i=i: v[i], variables), x[i]) for i in range(2)]
+    together = jax.vmap(gradient)(variables, x)
     jax.tree.map(lambda a, *b: np.testing.assert_allclose(a, np.stack(b), 1e-4, 1e-4), together, *each)
-    shared = jax.vmap(weighted, (None, 0))(jax.tree.map(lambda v: v[0], variables), x)
+    shared = jax.vmap(gradient, (None, 0))(jax.tree.map(lambda v: v[0], variables), x)
     np.testing.assert_allclose(shared["params"]["bias"][0], each[0]["params"]["bias"], 1e-4, 1e-4)
 
 
 @pytest.mark.thorough
 @on_cpu
-def test_the_first_of_equal_outputs_of_a_convolution_has_the_gradient():
+def test_the_first_of_equal_outputs_of_a_pooled_convolution_has_the_gradient():
     pooled, _ = layers(bias=False)
     x = jnp.ones((1, 32, 32, 3)).at[0, 0, 0].set(0.5)  # all windows but the first see equal values
     variables = {"params": {"kernel": jnp.ones((5, 5, 3, 6))}}
     gradient = jax.grad(lambda x: pooled.apply(variables, x).sum())(x)
     _, alone = layers(bias=False)
 
-    def first(x):  # the upper left place of every window, but of the first the one beside it
+    def first(x):  # the upper left position of each window, but in the first window the one beside it
         z = alone.apply(variables, x)
         return z[:, ::2, ::2].sum() - z[0, 0, 0].sum() + z[0, 0, 1].sum()
 

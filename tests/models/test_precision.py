@@ -24,7 +24,7 @@ from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.cnn import simple_cnn
 from fedjax_pcdd.models.resnet import ResNet
 
-CLASSES, CLIENTS, EACH = 4, 2, 16
+CLASSES, CLIENTS, SAMPLES_PER_CLIENT = 4, 2, 16
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
@@ -32,7 +32,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 def federation() -> Federation:
     """Two clients with images [16, 16, 3] that a small network tells apart."""
     rng = np.random.default_rng(0)
-    labels = np.tile(np.arange(CLASSES), CLIENTS * EACH // CLASSES)
+    labels = np.tile(np.arange(CLASSES), CLIENTS * SAMPLES_PER_CLIENT // CLASSES)
     means = np.array([[40, 40, 40], [220, 40, 40], [40, 220, 40], [220, 220, 220]]).reshape(CLASSES, 1, 1, 3)
     images = np.clip(means[labels] + rng.normal(0, 30, (len(labels), 16, 16, 3)), 0, 255).astype(np.uint8)
     lists = tuple(np.split(np.arange(len(labels)), CLIENTS))
@@ -69,23 +69,26 @@ def trained(name: str, precision: str):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["w1", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_tf32_is_float32_on_a_cpu(name):
-    """A CPU has no shorter products of float32, so the program is the same one."""
+    """A CPU has no shorter products of float32, so the programs are the same."""
     jax.tree.map(np.testing.assert_array_equal, trained(name, "tf32")[0], trained(name, "float32")[0])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["w1", "resnet"])
 def test_a_model_trains_in_bfloat16_as_in_float32(name):
-    """bfloat16 rounds by up to 2^-9 = 0.2 %; a loss, the mean over many samples and layers of it, moves by few such."""
-    (exact, right, _), (short, as_right, _) = trained(name, "float32"), trained(name, "bfloat16")
-    assert exact[-1] < 0.6 * exact[0]  # it has learned something
-    np.testing.assert_allclose(short, exact, rtol=0.02, atol=0.02)
-    assert abs(int(right) - int(as_right)) <= 1
+    """bfloat16 rounds by up to 2^-9 = 0.2 %; a loss, a mean over many samples and layers, moves by few such errors."""
+    (exact_losses, exact_correct, _), (short_losses, short_correct, _) = (
+        trained(name, "float32"),
+        trained(name, "bfloat16"),
+    )
+    assert exact_losses[-1] < 0.6 * exact_losses[0]  # it has learned something
+    np.testing.assert_allclose(short_losses, exact_losses, rtol=0.02, atol=0.02)
+    assert abs(int(exact_correct) - int(short_correct)) <= 1
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["w1", "resnet"])
-def test_what_crosses_rounds_stays_float32_in_bfloat16(name):
+def test_state_kept_between_rounds_stays_float32_in_bfloat16(name):
     """Parameters, batch-norm statistics, prototypes and what clients keep."""
     floats = [x for x in jax.tree.leaves(trained(name, "bfloat16")[2]) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {x.dtype for x in floats} == {jnp.dtype("float32")}
@@ -108,7 +111,7 @@ def _type_and_precision(line: str) -> tuple[str, str]:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Trace as on a GPU, and not what was traced for the CPU; nothing runs there."""
+    """Trace as on a GPU, without reusing what was traced for the CPU; nothing runs there."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jax.clear_caches()
     yield
@@ -118,12 +121,12 @@ def gpu(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("name", ["w1", "resnet"])
-def test_products_on_a_gpu_have_the_type_asked_for(gpu, name, lanes):
+def test_products_on_a_gpu_have_the_requested_precision(gpu, name, lanes):
     exact, tf32, short = (lowered(simulation(name, precision, lanes=lanes)) for precision in PRECISIONS)
     assert set(exact) == {("f32", "HIGHEST")}
     assert set(tf32) == {("f32", "HIGHEST"), ("f32", "DEFAULT")}  # TF32 is the default of a GPU
-    assert {pair for pair in short if pair[0] == "f32"} == {("f32", "HIGHEST")}
-    # The same products of the model, forward and backward, take the shorter type in both.
+    assert {product for product in short if product[0] == "f32"} == {("f32", "HIGHEST")}
+    # The same products of the model, forward and backward, take the shorter type in TF32 and in bfloat16.
     shortened = sum(count for (kind, _), count in short.items() if kind == "bf16")
     assert tf32["f32", "DEFAULT"] == shortened >= 3 * 4 - 1
     assert exact.total() == tf32.total() == short.total()
@@ -131,7 +134,7 @@ def test_products_on_a_gpu_have_the_type_asked_for(gpu, name, lanes):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedproto", "fedgela", "moon", "fedgen"])
-def test_no_product_of_a_method_is_left_to_the_device(gpu, method):
+def test_no_product_of_a_method_has_the_default_precision_of_the_device(gpu, method):
     assert set(lowered(simulation("w1", "float32", method))) == {("f32", "HIGHEST")}
 
 
@@ -141,7 +144,7 @@ def test_a_tpu_takes_three_products_of_bfloat16_for_tf32(monkeypatch):
     assert set(lowered(simulation("w1", "tf32"), "tpu")) == {("f32", "HIGHEST"), ("f32", "HIGH")}
 
 
-def test_parts_of_a_pair_of_models_have_the_same_precision():
-    plain = dataclasses.replace(METHODS["fml"](), meme="simple_cnn")
-    pair = plain.build(network("w1", "tf32"))
+def test_both_models_of_a_pair_have_the_same_precision():
+    method = dataclasses.replace(METHODS["fml"](), meme="simple_cnn")
+    pair = method.build(network("w1", "tf32"))
     assert pair.private.precision == pair.meme.precision == products("tf32")

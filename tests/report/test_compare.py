@@ -9,17 +9,17 @@ from fedjax_pcdd.report.collect import collect
 from fedjax_pcdd.report.compare import compare
 
 
-def pairs(folder, first, second, **more):
-    """Runs of two methods over seeds 0, 1, ..."""
+def pairs(folder, first, second, **options):
+    """Runs of FedAvg and FedGELA with these GAs, over seeds 0, 1, ..."""
     for seed, (a, b) in enumerate(zip(first, second, strict=True)):
         write_run(folder / f"a{seed}", a, seed=seed, shift=seed)
-        write_run(folder / f"b{seed}", b, seed=seed, shift=seed, method="fedgela", **more)
+        write_run(folder / f"b{seed}", b, seed=seed, shift=seed, method="fedgela", **options)
     return collect([folder])
 
 
 def test_a_difference_is_the_mean_over_pairs(tmp_path):
     results, notes = compare(pairs(tmp_path, (0.3, 0.5, 0.7), (0.31, 0.52, 0.73)))
-    (best,) = [one for one in results if one.metric == "ga_best"]
+    (best,) = [result for result in results if result.metric == "ga_best"]
     assert (best.first, best.other, best.difference.seeds, notes) == ("fedavg", "fedgela", (0, 1, 2), [])
     assert best.difference.mean == pytest.approx(2.0)
 
@@ -29,24 +29,24 @@ def test_equal_differences_have_an_interval_of_no_width(tmp_path):
     assert (results[0].difference.low, results[0].difference.high) == (pytest.approx(5.0), pytest.approx(5.0))
 
 
-def test_of_one_pair_only_the_sign_is_said(tmp_path):
+def test_a_single_pair_gives_only_the_sign_of_its_difference(tmp_path):
     results, _ = compare(pairs(tmp_path, (0.3,), (0.5,)))
     assert (results[0].difference.low, results[0].difference.verdict()) == (None, "one seed, above")
 
 
 @pytest.mark.thorough
-def test_two_methods_beside_the_first_are_one_family(tmp_path):
+def test_comparisons_of_two_methods_with_the_first_are_adjusted_as_one_family(tmp_path):
     first, second = (0.3, 0.4, 0.5), (0.31, 0.42, 0.51)
     alone = compare(pairs(tmp_path / "runs", first, second))[0][0].difference
     for seed, ga in enumerate((0.9, 0.1, 0.5)):
         write_run(tmp_path / f"runs/c{seed}", ga, seed=seed, shift=seed, method="moon")
     results, _ = compare(collect([tmp_path / "runs"]))
-    both = next(one.difference for one in results if one.other == "fedgela" and one.metric == "ga_best")
-    assert both.p == pytest.approx(2 * alone.p)
-    assert (both.low, both.high) == (alone.low, alone.high)
+    adjusted = next(result.difference for result in results if result.other == "fedgela" and result.metric == "ga_best")
+    assert adjusted.p == pytest.approx(2 * alone.p)
+    assert (adjusted.low, adjusted.high) == (alone.low, alone.high)
 
 
-def test_seeds_without_a_partner_are_said(tmp_path):
+def test_seeds_without_a_partner_are_left_out_with_a_note(tmp_path):
     runs = pairs(tmp_path, (0.3, 0.5), (0.4, 0.6))
     extra = collect([write_run(tmp_path / "c", seed=9)])
     results, notes = compare([*runs, *extra])
@@ -73,19 +73,19 @@ def test_settings_of_one_method_can_be_compared(tmp_path):
     assert (results[0].first, results[0].other) == ("fedprox (mu=0.1)", "fedprox (mu=1.0)")
 
 
-def test_the_first_run_says_what_the_others_are_compared_with_on_all_data(tmp_path):
+def test_the_first_run_sets_the_baseline_on_all_data(tmp_path):
     for beta in (0.1, 0.5):
         for mu in (1.0, 0.1):
             write_run(tmp_path / f"b{mu}-{beta}", method="fedprox", mu=mu, beta=beta)
         write_run(tmp_path / f"a{beta}", beta=beta)
     results, notes = compare(collect([tmp_path / "b1.0-0.5", tmp_path]))
-    assert {(one.data, one.first) for one in results} == {
+    assert {(result.data, result.first) for result in results} == {
         ("digits · dirichlet0.1", "fedprox (mu=1.0)"), ("digits · dirichlet0.5", "fedprox (mu=1.0)")
     }  # fmt: skip
     assert notes == []
 
 
-def test_data_without_the_experiment_of_the_first_run_are_said(tmp_path):
+def test_data_without_the_baseline_are_left_out_with_a_note(tmp_path):
     write_run(tmp_path / "a0", method="fedprox", mu=1.0)
     write_run(tmp_path / "a1", method="moon")
     for name, mu in (("b0", 0.1), ("b1", 0.5)):
@@ -94,7 +94,7 @@ def test_data_without_the_experiment_of_the_first_run_are_said(tmp_path):
     assert notes == [f"digits · dirichlet0.5 has no finished fedprox with the settings of {tmp_path / 'a0'}: left out."]
 
 
-def test_a_first_run_that_is_unfinished_or_damaged_is_replaced_by_no_other(tmp_path, capsys):
+def test_an_unfinished_or_damaged_first_run_is_not_replaced_by_another(tmp_path, capsys):
     pairs(tmp_path / "runs", (0.3, 0.5), (0.4, 0.6))
     write_run(tmp_path / "first", method="moon", finished=False)
     with pytest.raises(UserError, match=r"no pair: .*first is unfinished"):
@@ -104,14 +104,14 @@ def test_a_first_run_that_is_unfinished_or_damaged_is_replaced_by_no_other(tmp_p
     assert "name another run first" in capsys.readouterr().err
 
 
-def test_accuracies_that_are_not_finite_and_partitions_that_are_not_known_are_said(tmp_path):
+def test_accuracies_not_finite_and_missing_partitions_are_noted(tmp_path):
     for folder in (write_run(tmp_path / "a"), write_run(tmp_path / "b", method="moon")):
         (folder / "partition.npz").unlink()
     (folder / "summary.json").write_text(
         (folder / "summary.json").read_text().replace('"ga_best": 0.5', '"ga_best": NaN')
     )
     results, notes = compare(collect([tmp_path]))
-    assert "ga_best" not in [one.metric for one in results]
+    assert "ga_best" not in [result.metric for result in results]
     assert "has no finite number as its GA best" in notes[0]
     assert "seed 0 of fedavg and moon has no partition.npz" in notes[1]
 
@@ -125,7 +125,7 @@ def test_the_command_prints_a_comparison(tmp_path, capsys):
     )
 
 
-def test_the_verdict_is_that_of_the_confidence(tmp_path, capsys):
+def test_the_verdict_depends_on_the_confidence(tmp_path, capsys):
     pairs(tmp_path, (0.3, 0.5), (0.2, 0.4))
     assert compare_main([str(tmp_path), "--confidence=0.5"]) == 0
     assert (

@@ -1,4 +1,4 @@
-"""Reports of damaged folders: what cannot be read is named and left out, what is nobody's is passed over."""
+"""Reports of damaged folders: runs that cannot be read are named and left out, unrelated files are ignored."""
 
 import re
 
@@ -42,7 +42,7 @@ def test_a_damaged_run_is_left_out_and_named(folder, capsys, command, name, cont
     assert err.count("\n") == 1
 
 
-WRONG = [  # file, what it holds, and what in its place
+WRONG_CONTENTS = [  # file, pattern of what it holds, and the replacement
     ("summary.json", r".*", "{}"),
     *(("summary.json", f'"{name}": [0-9.]+', f'"{name}": "1"') for name in ("ga_best", "seconds_per_round", "rounds")),
     *(("config.yaml", f"(?m)^{name}: .*$", f"{name}: {value}") for name, value in {
@@ -54,8 +54,8 @@ WRONG = [  # file, what it holds, and what in its place
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "old", "new"), WRONG)
-def test_what_can_be_read_and_is_none_of_a_run_is_left_out_and_named(folder, capsys, name, old, new):
+@pytest.mark.parametrize(("name", "old", "new"), WRONG_CONTENTS)
+def test_readable_files_with_wrong_contents_are_left_out_and_named(folder, capsys, name, old, new):
     file = write_run(folder / "bad", 0.5, seed=9) / name
     changed = re.sub(old, new, file.read_text(), count=1)
     assert changed != file.read_text()
@@ -66,21 +66,21 @@ def test_what_can_be_read_and_is_none_of_a_run_is_left_out_and_named(folder, cap
 
 
 @pytest.mark.thorough
-def test_a_method_that_is_not_at_hand_is_read_all_the_same(folder, capsys):
+def test_runs_of_a_method_whose_file_is_gone_are_read_nevertheless(folder, capsys):
     config = write_run(folder / "gone", 0.5, seed=1) / "config.yaml"
     config.write_text(re.sub("(?m)^method: .*$", "method: gone.py:Gone", config.read_text()))
     assert COMMANDS["report"](folder) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_a_search_without_recorded_hyper_parameters_is_one_sentence(folder, capsys):
+def test_a_grid_analysis_without_recorded_hyperparameters_is_one_sentence(folder, capsys):
     assert analyse_main(["grid", str(folder)]) == 2
     assert "resolved.json has no hyper-parameters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_only_run_that_is_damaged_is_one_sentence(tmp_path, capsys, command, name):
+def test_a_damaged_run_that_is_the_only_one_is_one_sentence(tmp_path, capsys, command, name):
     write_run(tmp_path / "bad", 0.5)
     (tmp_path / "bad" / name).write_bytes(b"{\n")
     assert COMMANDS[command](tmp_path) == 2
@@ -91,7 +91,7 @@ def test_the_only_run_that_is_damaged_is_one_sentence(tmp_path, capsys, command,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_partition_that_looks_whole_and_is_not_is_left_out_too(folder, capsys, command):
+def test_a_run_with_a_corrupt_partition_archive_is_left_out_and_named(folder, capsys, command):
     file = write_run(folder / "bad", 0.5, seed=9) / "partition.npz"
     content = bytearray(file.read_bytes())
     content[60:140] = bytes(80)
@@ -103,7 +103,7 @@ def test_a_partition_that_looks_whole_and_is_not_is_left_out_too(folder, capsys,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
-def test_files_of_others_and_of_a_killed_start_are_passed_over(folder, capsys, command):
+def test_unrelated_files_and_those_of_a_killed_start_are_ignored(folder, capsys, command):
     (folder / "a0" / "mine.jsonl").write_text("not JSON\n")
     (folder / "begun").mkdir()
     (folder / "begun" / ".config.yaml.tmp").write_text("meth")
@@ -112,11 +112,11 @@ def test_files_of_others_and_of_a_killed_start_are_passed_over(folder, capsys, c
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "wrong_entry",
     [{"rounds": 0}, {"rounds": True}, {"ga_best": True}, {"pa_last": "0.5"}, {"selected_on": 1},
      {"pa_best_per_client": [0.5, True]}, {"device_peak_memory_mb": [1]}],
 )  # fmt: skip
-def test_a_summary_with_other_values_than_a_run_writes_is_none(damage):
-    known = {"method": "fedavg", "rounds": 2, "ga_best": 0.5, "pa_last": None, "pa_best_per_client": [0.5, None]}
-    assert is_summary(known)
-    assert not is_summary(known | damage)
+def test_a_summary_with_values_that_no_run_writes_is_not_accepted(wrong_entry):
+    summary = {"method": "fedavg", "rounds": 2, "ga_best": 0.5, "pa_last": None, "pa_best_per_client": [0.5, None]}
+    assert is_summary(summary)
+    assert not is_summary(summary | wrong_entry)

@@ -1,4 +1,4 @@
-"""The page of a report in a real browser, opened as a file; skipped where there is none."""
+"""The page of a report in a real browser, opened as a file; skipped where no browser is installed."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from fedjax_pcdd.cli.report import report_main
 
 pytestmark = pytest.mark.skipif(browser.executable() is None, reason="no Chromium or Chrome on this machine")
 METHODS = {"fedavg": 0.5, "moon": 0.7, "fedprox": 0.6}
-LONG = "a-long-name-of-a-folder-of-a-run-that-somebody-has-chosen-with-care"
+LONG_NAME = "a-long-name-of-a-folder-of-a-run-that-somebody-has-chosen-with-care"
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def address(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     experiments = write_experiments(folder / "experiments")
     for seed, (method, ga) in itertools.product((0, 1), METHODS.items()):
-        write_run(folder / f"runs/{LONG}/{method}{seed}", ga + seed / 100, seed=seed, method=method)
+        write_run(folder / f"runs/{LONG_NAME}/{method}{seed}", ga + seed / 100, seed=seed, method=method)
     in_preset(folder / "runs/cell", "A")
     write_run(folder / "runs/half", finished=False, seed=7)
     assert report_main([str(folder / "runs"), f"--output={folder / 'out'}"], experiments) == 0
@@ -28,8 +28,8 @@ def address(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
-    with browser.Browser(tmp_path_factory.mktemp("profile")) as one:
-        yield one
+    with browser.Browser(tmp_path_factory.mktemp("profile")) as session:
+        yield session
 
 
 def test_the_page_loads_without_an_error_and_asks_for_no_other_file(chromium, address):
@@ -46,12 +46,12 @@ def test_nothing_but_tables_is_wider_than_the_window(chromium, address, width, d
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_stands_out_from_the_ground(chromium, address, dark):
+def test_text_stands_out_from_the_background(chromium, address, dark):
     chromium.open(address, dark=dark)
-    light = "getComputedStyle(document.body).{}.match(/[0-9]+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0)"
-    text, ground = (chromium.value(light.format(name)) for name in ("color", "backgroundColor"))
-    assert (text > ground) == dark
-    assert abs(text - ground) > 600
+    brightness = "getComputedStyle(document.body).{}.match(/[0-9]+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0)"
+    text, background = (chromium.value(brightness.format(name)) for name in ("color", "backgroundColor"))
+    assert (text > background) == dark
+    assert abs(text - background) > 600
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_text_stands_out_from_the_ground(chromium, address, dark):
         (0, 2, ["moon", "fedprox", "fedavg"]),
     ],
 )
-def test_a_click_on_a_heading_sorts(chromium, address, heading, clicks, order):
+def test_a_click_on_a_heading_sorts_the_table(chromium, address, heading, clicks, order):
     chromium.open(address)
     table = "[...document.querySelectorAll('section')].find((s) => s.textContent.startsWith('digits · dirichlet'))"
     table += ".querySelector('table')"
     for _ in range(clicks):
         chromium.value(f"{table}.querySelectorAll('th button')[{heading}].click()")
     assert chromium.value(f"[...{table}.tBodies[0].rows].map((row) => row.cells[0].textContent)") == order
-    order_named = chromium.value(f"{table}.querySelectorAll('th')[{heading}].ariaSort")
-    assert order_named == ("descending" if order[0] == "moon" else "ascending")
+    aria_sort = chromium.value(f"{table}.querySelectorAll('th')[{heading}].ariaSort")
+    assert aria_sort == ("descending" if order[0] == "moon" else "ascending")
 
 
 def test_cells_without_a_number_stay_last(chromium, address):

@@ -49,18 +49,18 @@ def test_unfinished_runs_are_listed_with_their_rounds(report, name):
     assert "half is unfinished: 2 of 3 rounds" in (report / name).read_text()
 
 
-def test_a_failed_experiment_of_a_sweep_is_said_with_its_reason(tmp_path, capsys):
+def test_a_failed_experiment_of_a_sweep_is_reported_with_its_reason(tmp_path, capsys):
     for name, finished in (("a", True), ("b", False), ("c", False)):
         write_run(tmp_path / "runs" / name, finished=finished)
         (tmp_path / "runs" / CLAIMS).mkdir(exist_ok=True)
-    for name in "ab":  # a was run again since
+    for name in "ab":  # a has been run again since, and finished
         (tmp_path / "runs" / CLAIMS / f"{name}.failed").write_text("`lr` is too large: the loss is not finite.\n")
     assert report_main([str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"]) == 0
-    said = capsys.readouterr().out
-    assert "b failed after 2 of 3 rounds and is in no table: --lr is too large: the loss is not finite.\n" in said
-    assert "c is unfinished: 2 of 3 rounds; it is in no table.\n" in said
+    output = capsys.readouterr().out
+    assert "b failed after 2 of 3 rounds and is in no table: --lr is too large: the loss is not finite.\n" in output
+    assert "c is unfinished: 2 of 3 rounds; it is in no table.\n" in output
     assert "<p>1 finished runs, 1 unfinished, 1 failed." in (tmp_path / "out/report.html").read_text()
-    assert "a failed" not in said
+    assert "a failed" not in output
     assert ">failed<" in (tmp_path / "out/report.html").read_text()
 
 
@@ -68,7 +68,7 @@ def test_unfinished_runs_are_in_no_table(tmp_path, cells):
     assert group(collect([write_run(tmp_path / "a", finished=False)]), cells) == []
 
 
-def test_markdown_has_mean_paper_difference_and_marks(report):
+def test_markdown_has_means_paper_numbers_differences_and_marks(report):
     text = (report / "report.md").read_text()
     assert "| fedprox | **60.00** (60.00, +0.00) |" in text
     assert "| fedavg | <u>52.00</u> (50.00 ± 0.50, +2.00) |" in text
@@ -76,7 +76,7 @@ def test_markdown_has_mean_paper_difference_and_marks(report):
 
 def test_csv_holds_every_number_unrounded(report):
     rows = list(csv.DictReader(io.StringIO((report / "report.csv").read_text())))
-    (line,) = [one for one in rows if one["method"] == "fedprox" and one["paper"]]
+    (line,) = [row for row in rows if row["method"] == "fedprox" and row["paper"]]
     assert (float(line["mean"]), float(line["difference"]), line["rank"], line["note"]) == (
         60.0,
         0.0,
@@ -93,8 +93,8 @@ def test_latex_escapes_and_marks(report):
 
 
 def test_a_row_has_as_many_cells_as_the_table_columns_in_each_format(tmp_path, cells):
-    (one,) = group(collect([write_run(tmp_path / "a")]), cells)
-    table = own_table(one)
+    (run_group,) = group(collect([write_run(tmp_path / "a")]), cells)
+    table = own_table(run_group)
     assert {line.count("|") for line in markdown(table).splitlines() if line.startswith("|")} == {8}
     assert {line.count(" & ") for line in latex(table).splitlines() if " & " in line} == {6}
     assert {len(line) for line in csv.reader(io.StringIO(comma_separated([table])))} == {14}
@@ -102,7 +102,7 @@ def test_a_row_has_as_many_cells_as_the_table_columns_in_each_format(tmp_path, c
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """A report over a run whose folder, preset and command are markup."""
+    """A report over runs whose folder, data_dir or command is markup."""
     tmp_path = tmp_path_factory.mktemp("hostile")
     origin = {"command": "x `` <img src=x> | *y*\n# z"}
     write_run(tmp_path / "<b>a|b*c*`d`[e](f)_g_", finished=False)
@@ -112,14 +112,14 @@ def hostile(tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_what_the_markdown_quotes_is_no_markup(hostile):
+def test_markup_that_the_markdown_quotes_is_escaped(hostile):
     text = (hostile / "report.md").read_text()
     assert r"&lt;b&gt;a\|b\*c\*\`d\`[e\](f)\_g\_ is unfinished" in text
     assert "```x `` <img src=x> | *y* # z```" in text
     assert not re.search(r"^# z", text, re.MULTILINE)
 
 
-def test_what_the_page_quotes_is_no_markup(hostile):
+def test_markup_that_the_page_quotes_is_escaped(hostile):
     page = Page((hostile / "report.html").read_text())
     assert "b" not in page.tags
     assert page.tags.count("i") == 1  # of the key
@@ -129,28 +129,28 @@ def test_what_the_page_quotes_is_no_markup(hostile):
 def test_nothing_is_marked_among_runs_of_different_lengths(tmp_path, cells):
     write_run(tmp_path / "runs/a", 0.5)
     write_run(tmp_path / "runs/b", 0.7, method="moon", rounds=9)
-    (one,) = group(collect([tmp_path / "runs"]), cells)
-    assert {cell.rank for row in own_table(one).rows for cell in row.cells} == {0}
+    (run_group,) = group(collect([tmp_path / "runs"]), cells)
+    assert {cell.rank for row in own_table(run_group).rows for cell in row.cells} == {0}
 
 
-def test_every_picture_has_words_for_who_does_not_see_it(report):
+def test_every_picture_has_a_text_alternative(report):
     text = (report / "report.md").read_text()
     assert "![GA (%) over the rounds: fedavg, fedprox](curves/0-ga.svg)" in text
     for path in (report / "curves").iterdir():
         assert re.search(r'<svg role="img" aria-label="[^"]+over the rounds', path.read_text())
 
 
-def test_the_terminal_shows_the_same_cells(tmp_path, cells):
-    (one,) = group(collect([write_run(tmp_path / "a", data_dir="[red]")]), cells)
+def test_the_terminal_shows_the_cells_of_the_table(tmp_path, cells):
+    (run_group,) = group(collect([write_run(tmp_path / "a", data_dir="[red]")]), cells)
     console = Console(record=True, width=200, file=io.StringIO())
-    console.print(terminal(own_table(one)))
+    console.print(terminal(own_table(run_group)))
     text = console.export_text()
     assert "GA mean of last 10" in text
     assert "25.00" in text
 
 
 class Page(HTMLParser):
-    """Tags that are open, names, and addresses of a page."""
+    """Tags, ids and addresses of a page, the tags that are still open, and end tags that close none."""
 
     VOID = ("meta", "link", "br", "img")
 
@@ -186,14 +186,14 @@ def test_the_page_needs_no_other_file(report, page):
     assert not re.search(r"https?:|@import|url\((?!#)", (report / "report.html").read_text())
 
 
-def test_the_page_closes_every_tag_and_has_unique_names(page):
+def test_the_page_closes_every_tag_and_has_unique_ids(page):
     assert (page.wrong, page.open) == ([], [])
     assert len(page.names) == len(set(page.names))
 
 
 def test_every_reference_inside_the_page_leads_somewhere(report, page):
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', (report / "report.html").read_text()))
-    assert used <= set(page.names)
+    referenced = set(re.findall(r'(?:href="#|url\(#)([^")]+)', (report / "report.html").read_text()))
+    assert referenced <= set(page.names)
 
 
 def test_the_page_shows_curves_partitions_and_every_run(page):
@@ -215,14 +215,14 @@ def test_the_page_shows_accuracies_by_class_and_client(report):
     assert re.search(r"fedprox, seed 0</td><td [^>]*>80.0</td><td [^>]*>25.0</td>", text)
 
 
-def test_the_page_knows_dark_mode_and_phones(report):
+def test_the_page_supports_dark_mode_and_phones(report):
     text = (report / "report.html").read_text()
     assert "prefers-color-scheme: dark" in text
     assert 'name="viewport" content="width=device-width' in text
 
 
-def test_pictures_of_one_page_share_no_names(tmp_path, cells):
-    (one,) = group(collect([write_run(tmp_path / "a")]), cells)
-    svg = curves(one, "ga")
+def test_pictures_on_one_page_share_no_ids(tmp_path, cells):
+    (run_group,) = group(collect([write_run(tmp_path / "a")]), cells)
+    svg = curves(run_group, "ga")
     assert svg is not None
     assert not set(Page(inline(svg, "x")).names) & set(Page(inline(svg, "y")).names)

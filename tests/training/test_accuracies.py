@@ -1,4 +1,4 @@
-"""What a run records of its rounds, and before its clients have trained."""
+"""What a run records after each round, and before its clients have trained."""
 
 import jax
 import numpy as np
@@ -21,23 +21,23 @@ def test_clients_without_steps_have_the_initial_models_accuracy():
             "last_batch": "strict", "batch_size": 256,
         }
     )  # fmt: skip
-    parts, known = setup([(config, method)]), []
-    idle = parts.simulation.steps[0] == 0
+    prepared, has_accuracy = setup([(config, method)]), []
+    idle = prepared.simulation.steps[0] == 0
     assert 0 < idle.sum() < 5
 
-    class Look(Callback):
+    class InitialAccuracies(Callback):
         def on_start(self, run):
-            known.extend(not np.isnan(accuracy) for accuracy in run.history.pa_clients)
+            has_accuracy.extend(not np.isnan(accuracy) for accuracy in run.history.pa_clients)
 
-    loop(parts.simulation, parts.simulation.start(), 1, [parts.accuracies(0), Look()])
-    np.testing.assert_array_equal(known, parts.federations[0].test_sizes > 0)
-    assert all(np.array(known)[idle])
+    loop(prepared.simulation, prepared.simulation.start(), 1, [prepared.accuracies(0), InitialAccuracies()])
+    np.testing.assert_array_equal(has_accuracy, prepared.federations[0].test_sizes > 0)
+    assert all(np.array(has_accuracy)[idle])
 
 
 @pytest.mark.thorough
 def test_a_round_records_the_scalars_that_the_method_names():
-    small = {"clients": 3, "rounds": 1, "local_epochs": 1, "train_samples": 90, "lanes": 1, "fine_tune_epochs": 0}
-    run = trained(method="fedgf+exp", **small)
+    options = {"clients": 3, "rounds": 1, "local_epochs": 1, "train_samples": 90, "lanes": 1, "fine_tune_epochs": 0}
+    run = trained(method="fedgf+exp", **options)
     (row,) = run.history.rows
     servers = run.state.servers
     for name in ("divergence", "share", "extrapolation"):
@@ -46,39 +46,41 @@ def test_a_round_records_the_scalars_that_the_method_names():
 
 
 @pytest.mark.thorough
-def test_the_loss_of_a_round_is_weighted_by_samples_as_the_models_are():
+def test_a_rounds_loss_weights_clients_by_samples_as_model_averaging_does():
     federation, reports = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3, beta=0.3), []
-    small = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
-    history = fp.simulate(federation, callbacks=[lambda run, report: reports.append(report)], **small)
+    options = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
+    history = fp.simulate(federation, callbacks=[lambda run, report: reports.append(report)], **options)
     (report,) = reports
     assert history.loss[0] == pytest.approx(np.average(report.loss, weights=federation.sizes[report.jobs.row]))
 
 
-class Told(Accuracies):
-    """The second of three rounds is the best."""
+class FixedAccuracies(Accuracies):
+    """Made-up accuracies of three rounds, of which the second is the best."""
 
     def measure(self, run, row, report):
         row["ga"] = (0.3, 0.9, 0.5)[run.round - 1]
 
 
-class Models(Callback):
+class GlobalModels(Callback):
     """Keeps the global model of each round."""
 
     def __init__(self):
-        self.known = []
+        self.by_round = []
 
     def on_round(self, run, report):
-        self.known.append(jax.tree.map(np.array, run.generic))
+        self.by_round.append(jax.tree.map(np.array, run.generic))
 
 
 @pytest.mark.thorough
-def test_the_model_that_is_kept_is_that_of_the_best_round_also_where_a_run_goes_on_after_it():
-    small = {"clients": 3, "rounds": 3, "local_epochs": 1, "train_samples": 90, "lanes": 1, "quiet": True}
-    simulation = setup([build(small)]).simulation
-    whole = loop(simulation, simulation.start(), 3, [Told("fedavg", keeps_best=True), models := Models()])
-    jax.tree.map(np.testing.assert_array_equal, whole.best, models.known[1])
+def test_the_best_rounds_model_is_kept_also_by_a_run_resumed_after_it():
+    options = {"clients": 3, "rounds": 3, "local_epochs": 1, "train_samples": 90, "lanes": 1, "quiet": True}
+    simulation = setup([build(options)]).simulation
+    whole = loop(
+        simulation, simulation.start(), 3, [FixedAccuracies("fedavg", keeps_best=True), global_models := GlobalModels()]
+    )
+    jax.tree.map(np.testing.assert_array_equal, whole.best, global_models.by_round[1])
     history = new_history(3)
     history.rows += whole.history.rows[:2]
-    since = [Progress(2, history, whole.best)]
-    rest = loop(simulation, simulation.start(), 3, [Told("fedavg", keeps_best=True)], since)
-    jax.tree.map(np.testing.assert_array_equal, rest.best, models.known[1])
+    progress = [Progress(2, history, whole.best)]
+    resumed = loop(simulation, simulation.start(), 3, [FixedAccuracies("fedavg", keeps_best=True)], progress)
+    jax.tree.map(np.testing.assert_array_equal, resumed.best, global_models.by_round[1])

@@ -20,47 +20,51 @@ from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "options"), [("fedprox", {}), ("scaffold", {"client_state": "host", "lanes": 3})])
-def test_it_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):
+def test_calibration_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):
     simulation = toy.simulation(name, cohort=2, **options)
     state, _ = toy.train(simulation, (0, 1))
     before = jax.tree.map(np.array, state.servers.variables)
     (result,) = calibrated(simulation, state)
     variables = jax.tree.map(lambda x: jnp.asarray(x[0]), before)
-    data, model = toy.federation(), simulation.program.model
-    owned = np.concatenate(data.partition.train)
-    x = prepare(Pipeline(), data.dataset.x_train[owned], None, train=False)
-    features = forward(model, variables, x, train=False)[0].features
-    moments = class_moments(features, jnp.asarray(data.dataset.y_train[owned]), toy.CLASSES, diagonal=False)
-    key = jax.random.fold_in(jax.random.fold_in(simulation.keys[0], 1), data.num_clients)
+    federation, model = toy.federation(), simulation.program.model
+    train_indices = np.concatenate(federation.partition.train)
+    images = prepare(Pipeline(), federation.dataset.x_train[train_indices], None, train=False)
+    features = forward(model, variables, images, train=False)[0].features
+    moments = class_moments(
+        features, jnp.asarray(federation.dataset.y_train[train_indices]), toy.CLASSES, diagonal=False
+    )
+    key = jax.random.fold_in(jax.random.fold_in(simulation.keys[0], 1), federation.num_clients)
     head = Calibration().calibrated(variables["params"]["head"], moments, key)
-    tests = prepare(Pipeline(), data.dataset.x_test, None, train=False)
-    guess = np.argmax(apply_head(head, forward(model, variables, tests, train=False)[0].features), 1)
-    assert result["ga_ccvr"] == pytest.approx(float((guess == data.dataset.y_test).mean()), abs=0.011)
+    test_images = prepare(Pipeline(), federation.dataset.x_test, None, train=False)
+    predictions = np.argmax(apply_head(head, forward(model, variables, test_images, train=False)[0].features), 1)
+    assert result["ga_ccvr"] == pytest.approx(float((predictions == federation.dataset.y_test).mean()), abs=0.011)
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state.servers.variables))
 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:CCVR has 140 samples")
-def test_a_result_has_it_beside_ga():
+def test_the_summary_has_the_calibrated_accuracy_beside_ga():
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3, beta=0.3)
-    given = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
-    plain, more = (fp.simulate(federation, fp.FedAvg(), calibrate=name, **given).summary for name in ("none", "ccvr"))
-    assert set(more) - set(plain) == {"ga_ccvr"}
-    assert more["ga_last"] == plain["ga_last"] != more["ga_ccvr"]
+    options = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
+    plain, with_ccvr = (
+        fp.simulate(federation, fp.FedAvg(), calibrate=name, **options).summary for name in ("none", "ccvr")
+    )
+    assert set(with_ccvr) - set(plain) == {"ga_ccvr"}
+    assert with_ccvr["ga_last"] == plain["ga_last"] != with_ccvr["ga_ccvr"]
 
 
 @pytest.mark.parametrize("name", ["solo", "fedetf", "fedgela"])
-def test_what_has_no_trained_global_head_is_refused(name):
+def test_methods_without_a_trained_global_head_are_refused(name):
     with pytest.raises(UserError, match="calibrate=ccvr"):
         check_calibration(toy.simulation(name), 0)
 
 
-def test_what_calibrates_by_itself_is_refused():
+def test_a_method_that_calibrates_by_itself_is_refused():
     with pytest.raises(UserError, match="calibrates its last model by itself"):
         check_calibration(toy.simulation("ccvr"), 0)
 
 
-def test_samples_that_several_devices_do_not_hold_are_said_before_training():
+def test_samples_that_do_not_fit_on_several_devices_are_refused_in_advance():
     simulation = copy.copy(toy.simulation("fedavg"))
     simulation.streamed, simulation.program = True, replace(simulation.program, devices=2)
 
@@ -73,17 +77,17 @@ def test_samples_that_several_devices_do_not_hold_are_said_before_training():
         check_calibration(simulation, 0)
 
 
-def test_a_covariance_that_is_too_large_or_singular_names_what_there_is():
+def test_for_a_too_large_or_singular_covariance_the_diagonal_one_is_advised():
     setting = toy.simulation("fedavg").program.setting
     with pytest.raises(UserError, match="use method=ccvr with covariance=diagonal"):
         Calibration().configure(setting._replace(num_classes=100, feature_dim=2048), None)
-    (few,) = Calibration().configure(setting._replace(rarest_class=3), None)[1]
-    assert few.endswith("for more use `method=ccvr` with `covariance=diagonal`.")
+    (warning,) = Calibration().configure(setting._replace(rarest_class=3), None)[1]
+    assert warning.endswith("for more use `method=ccvr` with `covariance=diagonal`.")
 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:CCVR has 140 samples")
-def test_the_summary_of_ccvr_has_the_other_model_too():
+def test_the_summary_of_ccvr_has_its_calibrated_models_accuracy_too():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     history = fp.simulate(federation, fp.CCVR(), rounds=2, local_epochs=1, lanes=1, fine_tune_epochs=0)
     assert history.summary["ga_ccvr_last"] == history.rows[-1]["ga_ccvr"]

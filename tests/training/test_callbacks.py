@@ -1,4 +1,4 @@
-"""Callbacks: what they see, how they end a run, and that what they keep is part of a checkpoint."""
+"""Callbacks: what they see, how they end a run, and that their state is part of a checkpoint."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def federation():
 
 
 class StopAt(fp.Callback):
-    """Ends a run after a round, and remembers which it has seen."""
+    """Ends a run after a given round, and remembers which rounds it has seen."""
 
     def __init__(self, round):
         self.last, self.seen = round, []
@@ -52,13 +52,13 @@ def test_a_callback_ends_a_run(federation):
 
 
 @pytest.mark.thorough
-def test_a_run_without_a_stop_has_the_same_bits(federation):
-    plain, told = (fp.simulate(federation, callbacks=own, **SMALL) for own in ([], [StopAt(9)]))
-    np.testing.assert_array_equal(plain.ga, told.ga)
+def test_a_callback_that_does_not_end_the_run_changes_no_bit(federation):
+    plain, with_callback = (fp.simulate(federation, callbacks=callbacks, **SMALL) for callbacks in ([], [StopAt(9)]))
+    np.testing.assert_array_equal(plain.ga, with_callback.ga)
 
 
 @pytest.mark.thorough
-def test_callbacks_are_called_in_order_and_end_in_the_opposite_one(federation):
+def test_callbacks_are_called_in_order_and_end_in_reverse_order(federation):
     calls = []
 
     class Note(fp.Callback):
@@ -82,45 +82,47 @@ def test_callbacks_are_called_in_order_and_end_in_the_opposite_one(federation):
 
 @pytest.mark.thorough
 def test_a_callback_sees_models_and_reports(federation):
-    found = {}
+    seen = {}
 
     def look(run, report):
-        found.update(clients=report.jobs.row.tolist(), seconds=report.seconds, own=run.client_variables(1))
-        found["global"] = jax.tree.map(np.array, run.variables)
+        seen.update(clients=report.jobs.row.tolist(), seconds=report.seconds)
+        seen["client"] = jax.tree.map(np.array, run.client_variables(1))
+        seen["global"] = jax.tree.map(np.array, run.variables)
 
     history = fp.simulate(federation, callbacks=[look], **SMALL | {"rounds": 1})
-    assert found["clients"] == [0, 1, 2, 3]
-    assert found["seconds"] == history.rows[0]["seconds"]
-    jax.tree.map(np.testing.assert_array_equal, found["global"], history.variables)
+    assert seen["clients"] == [0, 1, 2, 3]
+    assert seen["seconds"] == history.rows[0]["seconds"]
+    jax.tree.map(np.testing.assert_array_equal, seen["global"], history.variables)
+    jax.tree.map(np.testing.assert_array_equal, seen["client"], history.client_variables(1))
 
 
 @pytest.mark.thorough
-def test_an_error_is_told_at_the_end(federation):
-    ended = []
+def test_on_end_sees_the_error_that_ended_the_run(federation):
+    errors = []
 
     class Fail(fp.Callback):
         def on_round(self, run, report):
             raise RuntimeError("mine")
 
         def on_end(self, run):
-            ended.append(str(run.error))
+            errors.append(str(run.error))
 
     with pytest.raises(RuntimeError, match="mine"):
         fp.simulate(federation, callbacks=[Fail()], **SMALL)
-    assert ended == ["mine"]
+    assert errors == ["mine"]
 
 
 @pytest.mark.thorough
-def test_early_stopping_waits_for_as_many_evaluations_as_it_is_told(federation):
+def test_early_stopping_waits_for_patience_evaluations(federation):
     history = fp.simulate(federation, callbacks=[fp.EarlyStopping("ga", patience=2, least=1.0)], **SMALL)
-    assert len(history) == 3  # the first is a rise from nothing
+    assert len(history) == 3  # the first evaluation counts as a rise
     with pytest.raises(fp.UserError, match="knows no 'gaa'"):
         fp.simulate(federation, callbacks=[fp.EarlyStopping("gaa")], **SMALL)
     with pytest.raises(fp.UserError, match="of which 'ga_per_class' has several"):
         fp.simulate(federation, callbacks=[fp.EarlyStopping("ga_per_class")], **SMALL)
 
 
-def test_small_rises_that_add_up_are_one():
+def test_small_rises_that_add_up_count_as_a_rise():
     stopping, run = fp.EarlyStopping("ga", patience=3, least=0.01), SimpleNamespace(history=History())
     for ga in (0.1, 0.104, 0.108, 0.112, 0.116, 0.12):
         run.history.rows.append({"ga": ga})
@@ -128,16 +130,16 @@ def test_small_rises_that_add_up_are_one():
     assert (stopping.best, stopping.waited) == (0.112, 2)
 
 
-def test_early_stopping_waits_on_where_a_run_was_interrupted_and_takes_no_equal_accuracy_for_a_rise():
-    first, again = (fp.EarlyStopping("ga", patience=2) for _ in range(2))
+def test_restored_early_stopping_waits_on_and_equal_accuracy_is_no_rise():
+    first, restored = (fp.EarlyStopping("ga", patience=2) for _ in range(2))
     run = SimpleNamespace(history=History([{"ga": 0.5}]))
     assert [first.on_round(run, None) for _ in range(2)] == [False, False]
-    again.restore(json.loads(json.dumps(first.state())))
-    assert again.on_round(run, None)
+    restored.restore(json.loads(json.dumps(first.state())))
+    assert restored.on_round(run, None)
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("options", "sentence"),
     [
         ({"callbacks": [3]}, "callbacks takes fp.Callback objects and functions of a run and a report, not 3"),
         ({"callbacks": [StopAt]}, "callbacks takes"),
@@ -147,13 +149,13 @@ def test_early_stopping_waits_on_where_a_run_was_interrupted_and_takes_no_equal_
         ({"pipeline": "grey"}, "pipeline takes an fp.Pipeline, not 'grey'"),
     ],
 )
-def test_objects_that_are_not_understood_are_refused(federation, given, sentence):
-    with pytest.raises(fp.UserError) as caught:
-        fp.simulate(federation, **SMALL | given)
-    assert str(caught.value).startswith(sentence)
+def test_arguments_of_a_wrong_type_are_refused(federation, options, sentence):
+    with pytest.raises(fp.UserError) as error:
+        fp.simulate(federation, **SMALL | options)
+    assert str(error.value).startswith(sentence)
 
 
-def patient():
+def patient_stoppings():
     return [fp.EarlyStopping(name, patience=9) for name in ("ga", "pa")]
 
 
@@ -161,36 +163,36 @@ def patient():
 def stopped(tmp_path_factory):
     """The folder of a run that a callback ended after two of four rounds."""
     folder = tmp_path_factory.mktemp("callbacks") / "run"
-    runs.run(*build(RUN | {"run_dir": folder}), callbacks=[StopAt(2), *patient()])
+    runs.run(*build(RUN | {"run_dir": folder}), callbacks=[StopAt(2), *patient_stoppings()])
     return folder
 
 
 @pytest.mark.thorough
-def test_what_callbacks_keep_is_restored(stopped):
-    again, both = StopAt(9), patient()
-    history = fp.resume(stopped, callbacks=[again, *both])
-    assert again.seen == [1, 2]
-    assert [one.best for one in both] == [np.max(history.ga), np.max(history.pa)]
+def test_the_state_of_callbacks_is_restored(stopped):
+    stop, stoppings = StopAt(9), patient_stoppings()
+    history = fp.resume(stopped, callbacks=[stop, *stoppings])
+    assert stop.seen == [1, 2]
+    assert [stopping.best for stopping in stoppings] == [np.max(history.ga), np.max(history.pa)]
 
 
 @pytest.mark.thorough
-def test_a_run_that_was_ended_stays_ended(stopped):
-    before = rows_of(stopped)
+def test_a_run_that_a_callback_ended_stays_ended_on_resume(stopped):
+    rows_before = rows_of(stopped)
     history = fp.resume(stopped)
-    assert rows_of(stopped) == before
+    assert rows_of(stopped) == rows_before
     assert (len(history), history.summary["rounds"]) == (2, 2)
 
 
 @pytest.mark.thorough
-def test_checkpoints_are_of_the_rounds_and_have_the_clients_that_the_options_say(tmp_path):
-    often = {"rounds": 5, "checkpoint_every": 2, "checkpoint_clients_every": 2, "keep": 9}
-    runs.run(*build(RUN | often | {"method": "solo", "run_dir": tmp_path / "run"}))
-    found = {path.name: (path / "clients").is_dir() for path in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert found == {"2": False, "4": True, "5": True}  # the last one in any case
+def test_options_say_how_often_checkpoints_and_their_clients_are_written(tmp_path):
+    options = {"rounds": 5, "checkpoint_every": 2, "checkpoint_clients_every": 2, "keep": 9}
+    runs.run(*build(RUN | options | {"method": "solo", "run_dir": tmp_path / "run"}))
+    has_clients = {path.name: (path / "clients").is_dir() for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert has_clients == {"2": False, "4": True, "5": True}  # the last round in any case
 
 
 @pytest.mark.thorough
-def test_a_run_in_a_folder_is_loaded_as_simulate_would_return_it(tmp_path):
+def test_load_run_returns_what_simulate_would_have_returned(tmp_path):
     runs.run(*build(RUN | {"run_dir": tmp_path / "run", "beta": 0.3, "seed": 3}))
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=3)
     expected, loaded = fp.simulate(federation, seed=3, **SMALL), fp.load_run(tmp_path / "run")
@@ -202,34 +204,36 @@ def test_a_run_in_a_folder_is_loaded_as_simulate_would_return_it(tmp_path):
 
 
 @pytest.mark.thorough
-def test_early_stopping_begins_anew_with_every_run():
+def test_early_stopping_starts_afresh_with_every_run():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     stopping = fp.EarlyStopping(patience=1)
-    small = {"local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "callbacks": [stopping]}
-    assert len(fp.simulate(federation, fp.FedAvg(), rounds=2, lr=0.05, **small).rows) == 2
-    assert len(fp.simulate(federation, fp.FedAvg(), rounds=2, lr=0.001, **small).rows) == 2
+    options = {"local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "callbacks": [stopping]}
+    assert len(fp.simulate(federation, fp.FedAvg(), rounds=2, lr=0.05, **options).rows) == 2
+    assert len(fp.simulate(federation, fp.FedAvg(), rounds=2, lr=0.001, **options).rows) == 2
 
 
 @pytest.mark.thorough
 def test_early_stopping_waits_for_evaluated_rounds():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
-    small = {"local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "eval_every": 2}
-    stopping = fp.EarlyStopping("ga_balanced", patience=5)
-    assert len(fp.simulate(federation, fp.FedAvg(), rounds=4, callbacks=[stopping], **small).rows) == 4
+    options = {"local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "eval_every": 2}
+    stopping = fp.EarlyStopping("ga_balanced", patience=1)
+    assert len(fp.simulate(federation, fp.FedAvg(), rounds=4, callbacks=[stopping], **options).rows) == 4
 
 
 @pytest.mark.thorough
-def test_whole_numbers_of_another_type_are_images_too():
+def test_outputs_accepts_images_of_other_integer_types_and_scaled_ones():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     history = fp.simulate(federation, fp.FedAvg(), rounds=1, local_epochs=1, lanes=1, fine_tune_epochs=0)
     images = federation.dataset.x_test[:5]
-    for given in (images.astype(np.int64), images / np.float32(255)):
-        np.testing.assert_allclose(history.outputs(given).logits, history.outputs(images).logits, rtol=1e-5, atol=1e-5)
+    for converted in (images.astype(np.int64), images / np.float32(255)):
+        np.testing.assert_allclose(
+            history.outputs(converted).logits, history.outputs(images).logits, rtol=1e-5, atol=1e-5
+        )
     with pytest.raises(fp.UserError, match="integers from 0 to 255"):
         history.outputs(images.astype(int) + 300)
 
 
-def test_a_given_model_has_its_own_neck():
+def test_a_given_model_refuses_the_option_neck():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     model = fp.build_model("mlp", federation.dataset)
     with pytest.raises(fp.UserError, match="drop neck"):
@@ -237,18 +241,18 @@ def test_a_given_model_has_its_own_neck():
 
 
 @pytest.mark.thorough
-def test_heads_are_tuned_after_training_with_clients_on_disk():
+def test_heads_are_tuned_after_training_to_the_same_pa_with_clients_on_disk():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=3)
-    small = {"rounds": 1, "local_epochs": 2, "lanes": 1, "fine_tune_epochs": 1}
-    tuned = [
-        fp.simulate(federation, fp.FedRep(fine_tune_heads=True), client_state=where, **small).summary["pa_tuned"]
-        for where in ("device", "disk")
+    options = {"rounds": 1, "local_epochs": 2, "lanes": 1, "fine_tune_epochs": 1}
+    accuracies = [
+        fp.simulate(federation, fp.FedRep(fine_tune_heads=True), client_state=state, **options).summary["pa_tuned"]
+        for state in ("device", "disk")
     ]
-    assert tuned[0] == pytest.approx(tuned[1], abs=1e-6)
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=1e-6)
 
 
 @pytest.mark.thorough
-def test_a_folder_without_a_run_or_without_checkpoints_is_a_sentence(stopped, tmp_path):
+def test_loading_a_folder_without_run_or_checkpoints_is_a_user_error(stopped, tmp_path):
     with pytest.raises(fp.UserError, match="there is no folder"):
         fp.load_run(tmp_path / "nothing")
     (tmp_path / "config.yaml").write_text((stopped / "config.yaml").read_text())
@@ -257,19 +261,19 @@ def test_a_folder_without_a_run_or_without_checkpoints_is_a_sentence(stopped, tm
 
 
 @pytest.mark.thorough
-def test_one_of_a_sweep_may_stop_and_the_others_go_on(tmp_path):
+def test_one_run_of_a_sweep_may_stop_while_the_others_go_on(tmp_path):
     pairs = [build(RUN | {"run_dir": tmp_path / str(seed), "seed": seed}) for seed in (0, 1)]
-    told = runs.run_together([runs.Asked(*pairs[0], callbacks=[StopAt(2)]), runs.Asked(*pairs[1])])
-    assert [one["rounds"] for one in told] == [2, 4]
+    results = runs.run_together([runs.Asked(*pairs[0], callbacks=[StopAt(2)]), runs.Asked(*pairs[1])])
+    assert [result["rounds"] for result in results] == [2, 4]
     assert [len(rows_of(tmp_path / name)) for name in "01"] == [2, 4]
-    early = fp.load_run(tmp_path / "0")
-    assert early.ga[-1] == pytest.approx(
-        np.mean(np.argmax(early.outputs(early.federation.dataset.x_test).logits, 1) == early.federation.dataset.y_test)
+    ended = fp.load_run(tmp_path / "0")
+    assert ended.ga[-1] == pytest.approx(
+        np.mean(np.argmax(ended.outputs(ended.federation.dataset.x_test).logits, 1) == ended.federation.dataset.y_test)
     )
 
 
 @pytest.mark.thorough
-def test_one_of_a_sweep_that_has_failed_is_trained_and_written_no_further(tmp_path):
+def test_a_failed_run_of_a_sweep_is_neither_trained_nor_written_any_further(tmp_path):
     def fail(run, report):
         if run.round == 2:
             raise fp.UserError("mine")
@@ -281,29 +285,29 @@ def test_one_of_a_sweep_that_has_failed_is_trained_and_written_no_further(tmp_pa
 
 
 @pytest.mark.thorough
-def test_one_that_was_ended_keeps_none_of_the_others_from_going_on():
-    parts = setup([build(RUN | {"seed": seed}) for seed in (0, 1)])
-    since = [Progress(3, new_history(4), stopped=stopped) for stopped in (True, False)]
-    assert loop(parts.simulation, parts.simulation.start(), 4, [], since).round == 4
+def test_a_stopped_experiment_does_not_keep_the_others_from_going_on():
+    prepared = setup([build(RUN | {"seed": seed}) for seed in (0, 1)])
+    progress = [Progress(3, new_history(4), stopped=stopped) for stopped in (True, False)]
+    assert loop(prepared.simulation, prepared.simulation.start(), 4, [], progress).round == 4
 
 
 @pytest.mark.thorough
-def test_only_a_truth_value_ends_a_run(federation):
-    several = [lambda run, report: 1, lambda run, report: report.loss, lambda run, report: "yes"]
-    assert len(fp.simulate(federation, callbacks=several, **SMALL | {"rounds": 2})) == 2
+def test_only_a_boolean_returned_by_a_callback_ends_a_run(federation):
+    callbacks = [lambda run, report: 1, lambda run, report: report.loss, lambda run, report: "yes"]
+    assert len(fp.simulate(federation, callbacks=callbacks, **SMALL | {"rounds": 2})) == 2
 
 
 @pytest.mark.thorough
-def test_the_model_of_a_run_that_was_ended_is_measured(federation):
+def test_the_last_round_of_a_run_that_a_callback_ended_is_evaluated(federation):
     history = fp.simulate(federation, callbacks=[StopAt(3)], eval_every=2, **SMALL)
-    whole = fp.simulate(federation, **SMALL | {"rounds": 3})
+    expected = fp.simulate(federation, **SMALL | {"rounds": 3})
     assert np.isnan(history.ga[0])
-    assert history.ga[1:].tolist() == whole.ga[1:].tolist()
-    assert (history.summary["ga_last"], history.summary["pa_last"]) == (whole.ga[2], whole.pa[2])
+    assert history.ga[1:].tolist() == expected.ga[1:].tolist()
+    assert (history.summary["ga_last"], history.summary["pa_last"]) == (expected.ga[2], expected.pa[2])
 
 
 @pytest.mark.thorough
-def test_the_history_that_a_callback_gets_is_the_same_with_and_without_a_folder(federation, tmp_path):
+def test_a_callback_gets_the_same_history_with_and_without_a_run_folder(federation, tmp_path):
     seen = {}
 
     def note(name):
@@ -317,7 +321,7 @@ def test_the_history_that_a_callback_gets_is_the_same_with_and_without_a_folder(
 
 
 @pytest.mark.thorough
-def test_a_round_in_which_nobody_trains_has_no_loss(tmp_path):
+def test_a_round_in_which_no_client_trains_has_no_loss(tmp_path):
     options = RUN | {"clients": 6, "cohort": 1, "lost_share": 0.7, "rounds": 4, "run_dir": str(tmp_path / "run")}
     runs.run(*build(options))
     losses = [row["loss"] for row in rows_of(tmp_path / "run")]
@@ -326,7 +330,7 @@ def test_a_round_in_which_nobody_trains_has_no_loss(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_callback_that_a_continued_run_lacks_is_named_and_metrics_go_on(federation, tmp_path):
+def test_a_callback_that_a_resumed_run_lacks_is_named_and_metrics_go_on(federation, tmp_path):
     def interrupt(run, report):
         if run.round == 2:
             raise KeyboardInterrupt
@@ -335,5 +339,5 @@ def test_a_callback_that_a_continued_run_lacks_is_named_and_metrics_go_on(federa
     with pytest.raises(KeyboardInterrupt):
         fp.simulate(federation, run_dir=folder, callbacks=[fp.EarlyStopping(), interrupt], metrics=metrics, **SMALL)
     with pytest.warns(UserWarning, match="was trained with EarlyStopping"):
-        again = fp.resume(folder, metrics=metrics, federation=federation)
-    assert [row["seen"] for row in again.rows] == [1, 2, 3, 4]
+        resumed = fp.resume(folder, metrics=metrics, federation=federation)
+    assert [row["seen"] for row in resumed.rows] == [1, 2, 3, 4]

@@ -51,36 +51,36 @@ def rounds_in(folder):
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
-def same(left, right):
+def same_bits(left, right):
     equal = jax.tree.map(lambda a, b: a.dtype == b.dtype and bytes(a.tobytes()) == bytes(b.tobytes()), left, right)
     return jax.tree.structure(left) == jax.tree.structure(right) and all(jax.tree.leaves(equal))
 
 
-def largest(folder):
+def largest_file(folder):
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
 def truncate(folder):
-    path = largest(folder / "server")
+    path = largest_file(folder / "server")
     os.truncate(path, path.stat().st_size // 2)
 
 
-def flip(folder):
-    path = largest(folder / "server")
+def flip_bit(folder):
+    path = largest_file(folder / "server")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
 def delete_data(folder):
-    largest(folder / "server").unlink()
+    largest_file(folder / "server").unlink()
 
 
 def delete_manifest(folder):
     (folder / "server" / "manifest.ocdbt").unlink()
 
 
-def flip_history(folder):
+def change_history(folder):
     path = folder / "record" / "metadata"
     path.write_text(path.read_text().replace('round\\": 3', 'round\\": 8'))
 
@@ -89,7 +89,7 @@ def delete_clients(folder):
     shutil.rmtree(folder / "clients")
 
 
-DAMAGES = [truncate, flip, delete_data, delete_manifest, flip_history, delete_clients]
+DAMAGES = [truncate, flip_bit, delete_data, delete_manifest, change_history, delete_clients]
 
 
 @pytest.fixture
@@ -99,18 +99,18 @@ def sentences():
 
 @pytest.fixture
 def opened(tmp_path, sentences):
-    everything = []
+    all_opened = []
 
     def open_checkpoints(**options):
-        everything.append(Checkpoints(tmp_path, say=sentences.append, **options))
-        return everything[-1]
+        all_opened.append(Checkpoints(tmp_path, say=sentences.append, **options))
+        return all_opened[-1]
 
     yield open_checkpoints
-    for checkpoints in everything:
+    for checkpoints in all_opened:
         checkpoints.close()
 
 
-def test_what_is_restored_is_what_was_saved_bit_for_bit(opened):
+def test_a_restored_checkpoint_is_the_saved_one_bit_for_bit(opened):
     tree = State(
         variables={"params": {"a/b": jnp.array([0.1, np.nan, -0.0, np.inf])}, "batch_stats": {}},
         momentum=(jnp.array([True, False]), jnp.arange(5, dtype=jnp.int32), jnp.uint8(7), ()),
@@ -123,24 +123,24 @@ def test_what_is_restored_is_what_was_saved_bit_for_bit(opened):
     assert restored.round == 4
     assert restored.clients == ()
     assert restored.history == {"rows": [{"round": 4, "loss": 1 / 3}]}
-    assert same(restored.server, tree)
+    assert same_bits(restored.server, tree)
 
 
 def test_float64_is_restored_bit_for_bit(x64, opened):
     tree = {"w": jnp.array([1 / 3, 1e-300], dtype=jnp.float64)}
     checkpoints = opened()
     checkpoints.save(1, tree, tree, "{}")
-    assert same(checkpoints.restore(tree, tree).clients, tree)
+    assert same_bits(checkpoints.restore(tree, tree).clients, tree)
 
 
 def test_an_abstract_template_is_enough_to_restore(opened):
     checkpoints = opened()
     save(checkpoints, 1)
     abstract = jax.eval_shape(lambda: (server(1), clients(1)))
-    assert same(checkpoints.restore(*abstract).server, server(1))
+    assert same_bits(checkpoints.restore(*abstract).server, server(1))
 
 
-def test_an_empty_folder_gives_none(opened):
+def test_restoring_from_an_empty_folder_gives_none(opened):
     assert opened().restore(server(0), clients(0)) is None
 
 
@@ -168,7 +168,7 @@ def test_every_thins_checkpoints_and_force_overrides_it(tmp_path, opened):
     assert rounds_in(tmp_path) == [4, 7]
 
 
-def test_of_checkpoints_of_some_rounds_every_second_one_is_full(opened):
+def test_clients_every_counts_checkpoints_not_rounds(opened):
     checkpoints = opened(every=2, clients_every=2)
     save(checkpoints, *range(1, 7))
     assert checkpoints.newest_full == 4
@@ -179,7 +179,7 @@ def test_a_resume_starts_from_the_newest_full_checkpoint_and_drops_newer_ones(tm
     save(checkpoints, 3, 4, 5)
     restored = checkpoints.restore(server(0), clients(0))
     assert restored.round == 3
-    assert same(restored.clients, clients(3))
+    assert same_bits(restored.clients, clients(3))
     assert rounds_in(tmp_path) == [3]
 
 
@@ -198,7 +198,7 @@ def test_force_completes_a_server_only_checkpoint_of_the_same_round(opened):
     assert checkpoints.restore(server(0), clients(0)).round == 4
 
 
-def test_a_checkpoint_in_the_place_of_another_round_is_noticed(tmp_path, opened, sentences):
+def test_a_checkpoint_in_the_folder_of_another_round_is_noticed(tmp_path, opened, sentences):
     save(opened(keep=4), 1, 2, 3)
     shutil.rmtree(tmp_path / "3")
     (tmp_path / "2").rename(tmp_path / "3")
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, opened, sentences, 
     damage(tmp_path / "3")
     restored = opened().restore(server(0), clients(0))
     assert restored.round == 2
-    assert same(restored.server, server(2))
+    assert same_bits(restored.server, server(2))
     assert len(sentences) == 1
     assert sentences[0].startswith("checkpoint of round 3 is damaged (")
     assert sentences[0].endswith("): continuing from round 2")
@@ -224,10 +224,10 @@ def test_a_skipped_checkpoint_can_be_saved_again(tmp_path, opened):
     checkpoints = opened()
     checkpoints.restore(server(0), clients(0))
     save(checkpoints, 3)
-    assert same(checkpoints.restore(server(0), clients(0)).server, server(3))
+    assert same_bits(checkpoints.restore(server(0), clients(0)).server, server(3))
 
 
-def test_a_skipped_checkpoint_is_the_newest_full_one_no_longer(tmp_path, opened):
+def test_a_skipped_checkpoint_is_no_longer_the_newest_full_one(tmp_path, opened):
     save(opened(), 1, 2, 3)
     truncate(tmp_path / "3")
     checkpoints = opened()
@@ -236,13 +236,13 @@ def test_a_skipped_checkpoint_is_the_newest_full_one_no_longer(tmp_path, opened)
     assert checkpoints.newest_full == 2
 
 
-def test_notes_are_those_of_the_newest_full_checkpoint(opened):
+def test_the_newest_record_is_that_of_the_newest_full_checkpoint(opened):
     checkpoints = opened(clients_every=2)
     save(checkpoints, *range(1, 6))
     assert checkpoints.newest_record() == {"rows": [{"round": 4}]}
 
 
-def test_only_damaged_checkpoints_are_a_user_error(tmp_path, opened):
+def test_a_folder_of_damaged_checkpoints_alone_is_a_user_error(tmp_path, opened):
     save(opened(), 1, 2)
     truncate(tmp_path / "1")
     delete_data(tmp_path / "2")
@@ -265,17 +265,17 @@ def test_lack_of_memory_is_not_taken_for_damage(tmp_path, opened, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "message"),
     [
         ({"params": {"dense": {"kernel": jnp.zeros((30, 21)), "bias": jnp.zeros(20)}}}, r"float32\[30, 20\] there"),
         ({"params": {"dense": {"kernel": jnp.zeros((30, 20))}}}, "missing here"),
         ({"params": {"dense": {"kernel": jnp.zeros((30, 20)), "bias": jnp.zeros(20, jnp.int32)}}}, r"int32\[20\] here"),
     ],
 )
-def test_another_configuration_is_a_user_error_and_removes_nothing(tmp_path, opened, template, words):
+def test_restoring_another_configuration_is_refused_and_removes_nothing(tmp_path, opened, template, message):
     checkpoints = opened()
     save(checkpoints, 1, 2)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         checkpoints.restore(template, clients(0))
     assert rounds_in(tmp_path) == [1, 2]
 
@@ -288,7 +288,7 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(opened):
         checkpoints.save(round, *state, "{}")
         jax.block_until_ready(overwrite(state))
         assert jax.tree.leaves(state)[0].is_deleted()
-        assert same(checkpoints.restore(server(0), clients(0))[1:3], (server(round), clients(round)))
+        assert same_bits(checkpoints.restore(server(0), clients(0))[1:3], (server(round), clients(round)))
 
 
 def test_a_snapshot_does_not_block_donation(opened):
@@ -298,21 +298,21 @@ def test_a_snapshot_does_not_block_donation(opened):
     assert jax.jit(lambda a: a + 1, donate_argnums=0)(state).unsafe_buffer_pointer() == address
 
 
-def test_what_is_taken_from_host_memory_is_a_copy():
-    held = np.zeros(3)
-    (taken,) = named_arrays.snapshot("clients", held).values()
-    assert not np.shares_memory(taken, held)
+def test_a_snapshot_of_host_memory_is_a_copy():
+    array = np.zeros(3)
+    (copied,) = named_arrays.snapshot("clients", array).values()
+    assert not np.shares_memory(copied, array)
 
 
-def test_a_restored_tree_meets_the_same_executable(opened):
-    traced = []
-    step = jax.jit(lambda tree: traced.append(tree) or jax.tree.map(lambda a: a + 1, tree))
+def test_a_restored_tree_needs_no_new_compilation(opened):
+    traces = []
+    step = jax.jit(lambda tree: traces.append(tree) or jax.tree.map(lambda a: a + 1, tree))
     step(server(1))
     checkpoints = opened()
     save(checkpoints, 1)
     restored = checkpoints.restore(server(0), clients(0)).server
     step(restored)
-    assert len(traced) == 1
+    assert len(traces) == 1
     assert all(not leaf.committed for leaf in jax.tree.leaves(restored))
 
 
@@ -350,31 +350,31 @@ def test_a_disk_that_fills_up_is_a_user_error_at_the_next_call(opened, monkeypat
     assert checkpoints.restore(server(0), clients(0)).round == 1
 
 
-MANY = {f"leaf{i}": np.full((10, 300), float(i)) for i in range(40)}
+MANY_LEAVES = {f"leaf{i}": np.full((10, 300), float(i)) for i in range(40)}
 
 
 @pytest.mark.thorough
 def test_a_full_disk_leaves_no_write_behind_that_prints_a_traceback(tmp_path, opened, monkeypatch):
     printed = []
-    monkeypatch.setattr(sys, "unraisablehook", printed.append)  # as TensorStore prints from its threads
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)  # which TensorStore's threads print through
+    limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpoints = opened()
-    checkpoints.save(1, MANY, MANY, "{}")
+    checkpoints.save(1, MANY_LEAVES, MANY_LEAVES, "{}")
     checkpoints.wait()
-    for round in (2, 2, 2, 3):  # of what failed before, writes may still be on their way
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30000, before[1]))
+    for round in (2, 2, 2, 3):  # writes of a failed attempt may still be under way
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30000, limits_before[1]))
         try:
-            checkpoints.save(round, MANY, MANY, "{}")
+            checkpoints.save(round, MANY_LEAVES, MANY_LEAVES, "{}")
             with pytest.raises(UserError, match="larger than a file may be"):
                 checkpoints.wait()
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert [path.name for path in tmp_path.iterdir()] == ["1"]  # what was written frees the disk
-    assert checkpoints.restore(MANY, MANY).round == 1
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits_before)
+        assert [path.name for path in tmp_path.iterdir()] == ["1"]  # what the failed attempt wrote is removed
+    assert checkpoints.restore(MANY_LEAVES, MANY_LEAVES).round == 1
     assert not printed
 
 
-def test_the_estimate_covers_a_checkpoint_and_little_more(tmp_path, opened):
+def test_the_estimated_size_covers_a_checkpoint_and_little_more(tmp_path, opened):
     state = jnp.ones((512, 1024))
     checkpoints = opened()
     checkpoints.save(1, state, state, "{}")
@@ -392,26 +392,26 @@ def test_too_little_space_is_a_user_error_before_the_start(tmp_path, monkeypatch
         check_space(tmp_path / "not" / "yet", required)
 
 
-def ran(state, best, stopped):
-    """A run after its last round, as far as a checkpoint looks at it."""
-    known = {"round": 2, "is_over": True, "history": History([{"round": 1}, {"round": 2}]), "stopped": stopped}
-    return SimpleNamespace(state=state, best=best, simulation=None, runs=[], **known)
+def finished_run(state, best, stopped):
+    """A run after its last round, with the attributes that a checkpoint reads."""
+    attributes = {"round": 2, "is_over": True, "history": History([{"round": 1}, {"round": 2}]), "stopped": stopped}
+    return SimpleNamespace(state=state, best=best, simulation=None, runs=[], **attributes)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_run_begins_with_the_whole_state_the_best_model_and_the_history_that_were_saved(opened, stopped):
-    new = program.State(server(0), clients(0), {"mean": jnp.zeros(3)})
+def test_a_run_begins_with_the_saved_state_best_model_and_history(opened, stopped):
+    initial_state = program.State(server(0), clients(0), {"mean": jnp.zeros(3)})
     state = program.State(server(2), clients(2), {"mean": jnp.arange(3.0)})
-    callback, run = Checkpoint(opened(every=5)), ran(state, server(1), stopped)
+    callback, run = Checkpoint(opened(every=5)), finished_run(state, server(1), stopped)
     callback.on_round(run, None)
     callback.on_end(run)
-    begun, progress = Checkpoint(opened()).begin(new, server(0))
-    assert same(begun, state)
-    assert same(progress.best, server(1))
+    restored, progress = Checkpoint(opened()).begin(initial_state, server(0))
+    assert same_bits(restored, state)
+    assert same_bits(progress.best, server(1))
     assert (progress.round, progress.history.rows, progress.stopped) == (2, [{"round": 1}, {"round": 2}], stopped)
 
 
-def test_orbax_says_nothing_and_other_users_of_its_logger_still_do(opened, caplog):
+def test_orbax_logs_nothing_and_other_users_of_its_logger_still_do(opened, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     save(opened(), 1)
     assert not caplog.records
@@ -438,18 +438,18 @@ with Checkpoints(Path(sys.argv[1]), keep=2) as checkpoints:
 
 @pytest.mark.thorough
 def test_a_killed_process_leaves_usable_checkpoints(tmp_path, opened, sentences):
-    wait = random.Random(0)
+    rng = random.Random(0)
     for _ in range(3):
         command = [sys.executable, "-c", ENDLESS, str(tmp_path), os.path.dirname(__file__)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        said = [int(process.stdout.readline()) for _ in range(4)]
-        time.sleep(wait.uniform(0, 0.3))
+        saved_rounds = [int(process.stdout.readline()) for _ in range(4)]
+        time.sleep(rng.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
-        said += [int(line) for line in process.communicate()[0].split()]
+        saved_rounds += [int(line) for line in process.communicate()[0].split()]
         restored = opened(keep=2).restore(server(0), clients(0))
-        assert restored.round >= max(said) - 1
-        assert same(restored.server, server(restored.round))
+        assert restored.round >= max(saved_rounds) - 1
+        assert same_bits(restored.server, server(restored.round))
         assert restored.history == {"rows": list(range(restored.round))}
         assert [path.name for path in tmp_path.iterdir() if not path.name.isdigit()] == []
     assert sentences == []

@@ -1,4 +1,4 @@
-"""Checkpoints of clients' states by what changed: the log itself, and runs whose states live on disk."""
+"""The log of changes to clients' states for checkpoints, and runs whose clients' states live on disk."""
 
 import json
 import os
@@ -23,16 +23,16 @@ def states(value=0.0):
     return {"a": np.full((6, 2), value, np.float32), "b": [np.full(6, int(value))]}
 
 
-def written(folder, rounds=8, seed=0):
-    """A log of some rounds, and what the states were after each."""
-    log, now, history = ClientLog(folder), states(), {0: states()}
+def written_log(folder, rounds=8, seed=0):
+    """A log of some rounds, and the states after each of them."""
+    log, current, states_after = ClientLog(folder), states(), {0: states()}
     rng = np.random.default_rng(seed)
     for r in range(1, rounds + 1):
         rows = np.sort(rng.choice(6, 3, replace=False))
-        now["a"][rows], now["b"][0][rows] = rng.normal(size=(3, 2)), r
-        log.append(r, rows, [now["a"][rows], now["b"][0][rows]])
-        history[r] = {"a": now["a"].copy(), "b": [now["b"][0].copy()]}
-    return log, history
+        current["a"][rows], current["b"][0][rows] = rng.normal(size=(3, 2)), r
+        log.append(r, rows, [current["a"][rows], current["b"][0][rows]])
+        states_after[r] = {"a": current["a"].copy(), "b": [current["b"][0].copy()]}
+    return log, states_after
 
 
 def assert_replays(log, round, expected):
@@ -44,36 +44,36 @@ def assert_replays(log, round, expected):
 
 
 def test_a_replay_gives_the_states_of_any_round(tmp_path):
-    log, history = written(tmp_path)
+    log, states_after = written_log(tmp_path)
     for r in (1, 5, 8):
-        assert_replays(log, r, history[r])
+        assert_replays(log, r, states_after[r])
 
 
-def test_entries_that_were_merged_give_the_same_states(tmp_path):
-    log, history = written(tmp_path)
+def test_merged_entries_give_the_same_states(tmp_path):
+    log, states_after = written_log(tmp_path)
     log.merge(5, states())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["5-merged", "6", "7", "8"]
     for r in (5, 6, 8):
-        assert_replays(log, r, history[r])
+        assert_replays(log, r, states_after[r])
     log.merge(7, states())
-    assert_replays(log, 8, history[8])
+    assert_replays(log, 8, states_after[8])
 
 
 def test_a_kill_while_entries_are_merged_loses_nothing(tmp_path):
-    log, history = written(tmp_path / "log")
+    log, states_after = written_log(tmp_path / "log")
     shutil.copytree(tmp_path / "log", tmp_path / "before")
     log.merge(5, states())
     shutil.copytree(tmp_path / "before" / "3", tmp_path / "log" / "3")  # not removed yet
     (tmp_path / "log" / "7-merged.unfinished").mkdir()
-    assert_replays(log, 8, history[8])
+    assert_replays(log, 8, states_after[8])
     log.discard_after(6)
     assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["5-merged", "6"]
-    assert_replays(log, 6, history[6])
+    assert_replays(log, 6, states_after[6])
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove file", "remove entry", "remove last"])
-def test_damage_is_noticed(tmp_path, damage):
-    log, _ = written(tmp_path)
+def test_damage_of_an_entry_is_noticed(tmp_path, damage):
+    log, _ = written_log(tmp_path)
     file = tmp_path / "4" / "0.npy"
     if damage == "flip":
         content = bytearray(file.read_bytes())
@@ -95,8 +95,8 @@ def mark_of(entry):
 
 
 def test_entries_of_another_run_are_noticed(tmp_path):
-    log, _ = written(tmp_path / "a")
-    written(tmp_path / "b", seed=1)
+    log, _ = written_log(tmp_path / "a")
+    written_log(tmp_path / "b", seed=1)
     mark = mark_of(tmp_path / "a" / "8")
     log.check(8, mark)
     with pytest.raises(ValueError, match="the entry 8 of b is of another run"):
@@ -108,11 +108,11 @@ def test_entries_of_another_run_are_noticed(tmp_path):
 
 
 def test_a_resume_drops_the_entries_of_rounds_after_its_checkpoint(tmp_path):
-    server, now = {"w": np.zeros(1)}, {"a": np.zeros((6, 2), np.float32)}
+    server, current = {"w": np.zeros(1)}, {"a": np.zeros((6, 2), np.float32)}
     with Checkpoints(tmp_path / "checkpoints", say=lambda _: None) as checkpoints:
         for r in (1, 2, 3):
-            now["a"][r] = r
-            checkpoints.save(r, server, partial(Changed, np.array([r]), now), "{}")
+            current["a"][r] = r
+            checkpoints.save(r, server, partial(Changed, np.array([r]), current), "{}")
         checkpoints.wait()
         (tmp_path / "checkpoints/3/server/manifest.ocdbt").unlink()
         fresh = {"a": np.zeros((6, 2), np.float32)}
@@ -122,59 +122,61 @@ def test_a_resume_drops_the_entries_of_rounds_after_its_checkpoint(tmp_path):
 
 
 def test_a_merged_entry_has_the_mark_of_its_last_one(tmp_path):
-    log, _ = written(tmp_path)
-    five, eight = mark_of(tmp_path / "5"), mark_of(tmp_path / "8")
+    log, _ = written_log(tmp_path)
+    mark_of_5, mark_of_8 = mark_of(tmp_path / "5"), mark_of(tmp_path / "8")
     log.merge(5, states())
-    log.check(5, five)
-    log.check(8, eight)
+    log.check(5, mark_of_5)
+    log.check(8, mark_of_8)
 
 
-def test_entries_without_marks_are_still_read_and_followed_by_some_with(tmp_path):
-    log, history = written(tmp_path, rounds=3)
+def test_entries_without_marks_are_still_read_and_marked_ones_may_follow(tmp_path):
+    log, states_after = written_log(tmp_path, rounds=3)
     for entry in tmp_path.iterdir():
-        noted = json.loads((entry / "entry.json").read_text())
-        (entry / "entry.json").write_text(json.dumps({"before": noted["before"], "files": noted["files"]}))
-    assert_replays(log, 3, history[3])
+        record = json.loads((entry / "entry.json").read_text())
+        (entry / "entry.json").write_text(json.dumps({"before": record["before"], "files": record["files"]}))
+    assert_replays(log, 3, states_after[3])
     mark = log.append(4, np.array([0]), [np.zeros((1, 2), np.float32), np.zeros(1, int)])
     log.check(4, mark)
     log.merge(3, states())
     log.check(4, mark)
 
 
-def written_by_three(folder, rounds=8):
-    """As `written`, each of three processes the rows of its own two clients."""
-    log, now, history = ClientLog(folder), states(), {}
+def log_of_three_processes(folder, rounds=8):
+    """As `written_log`, where each of three processes writes the rows of its own two clients."""
+    log, current, states_after = ClientLog(folder), states(), {}
     rng = np.random.default_rng(1)
     for r in range(1, rounds + 1):
         rows = np.sort(rng.choice(6, 4, replace=False))
-        now["a"][rows], now["b"][0][rows] = rng.normal(size=(4, 2)), r
-        own = [rows[rows // 2 == p] for p in range(3)]
-        parts = [log.append_part(r, p, own[p], [now["a"][own[p]], now["b"][0][own[p]]]) for p in (1, 2)]
-        log.append(r, own[0], [now["a"][own[0]], now["b"][0][own[0]]], parts)
-        history[r] = {"a": now["a"].copy(), "b": [now["b"][0].copy()]}
-    return log, history
+        current["a"][rows], current["b"][0][rows] = rng.normal(size=(4, 2)), r
+        rows_of = [rows[rows // 2 == p] for p in range(3)]
+        parts = [
+            log.append_part(r, p, rows_of[p], [current["a"][rows_of[p]], current["b"][0][rows_of[p]]]) for p in (1, 2)
+        ]
+        log.append(r, rows_of[0], [current["a"][rows_of[0]], current["b"][0][rows_of[0]]], parts)
+        states_after[r] = {"a": current["a"].copy(), "b": [current["b"][0].copy()]}
+    return log, states_after
 
 
-def test_parts_of_several_processes_are_replayed_merged_and_removed_with_their_entries(tmp_path):
-    log, history = written_by_three(tmp_path)
+def test_parts_of_processes_are_replayed_merged_and_removed_with_entries(tmp_path):
+    log, states_after = log_of_three_processes(tmp_path)
     for r in (1, 8):
-        assert_replays(log, r, history[r])
+        assert_replays(log, r, states_after[r])
     log.merge(5, states())
     assert {path.name for path in tmp_path.iterdir()} == {
         "5-merged",
         *(f"{r}{x}" for r in (6, 7, 8) for x in ("", ".parts")),
     }
-    assert_replays(log, 8, history[8])
+    assert_replays(log, 8, states_after[8])
     log.append_part(
         9, 1, np.array([2]), [np.zeros((1, 2), np.float32), np.zeros(1, int)]
-    )  # killed before the first wrote
+    )  # killed before the first process wrote
     log.discard_after(7)
     assert {path.name for path in tmp_path.iterdir()} == {"5-merged", "6", "6.parts", "7", "7.parts"}
-    assert_replays(log, 7, history[7])
+    assert_replays(log, 7, states_after[7])
 
 
 def test_damage_of_a_part_is_noticed(tmp_path):
-    log, _ = written_by_three(tmp_path)
+    log, _ = log_of_three_processes(tmp_path)
     file = tmp_path / "4.parts" / "2" / "0.npy"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -198,14 +200,14 @@ def rows(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run on disk from its start to its end."""
+    """The folder of an uninterrupted run with its clients' states on disk."""
     folder = tmp_path_factory.mktemp("disk") / "run"
     assert main([*RUN, "--client-state=disk", f"--run-dir={folder}"]) == 0
     return folder
 
 
 @pytest.mark.thorough
-def test_a_run_on_disk_is_one_on_the_host_and_writes_what_changed(whole, tmp_path):
+def test_a_run_on_disk_equals_one_on_the_host_and_writes_what_changed(whole, tmp_path):
     assert main([*RUN, "--client-state=host", f"--run-dir={tmp_path / 'run'}"]) == 0
     assert rows(tmp_path / "run") == rows(whole)
     assert [len(np.load(whole / "clients" / str(r) / "rows.npy")) for r in range(1, 5)] == [3, 3, 3, 3]
@@ -237,9 +239,7 @@ def test_states_of_another_run_are_not_trained_on(whole, tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_disk_that_is_full_when_the_log_is_written_is_a_sentence_and_loses_nothing(
-    whole, tmp_path, capsys, monkeypatch
-):
+def test_a_full_disk_while_the_log_is_written_is_reported_and_loses_nothing(whole, tmp_path, capsys, monkeypatch):
     def full(folder, rows, values, original=client_log._save):
         if folder.name.startswith("3"):
             raise OSError(28, "No space left on device")
@@ -255,22 +255,22 @@ def test_a_disk_that_is_full_when_the_log_is_written_is_a_sentence_and_loses_not
 
 
 def test_a_checkpoint_with_all_states_is_resumed_and_logged_from_there_on(tmp_path):
-    """As runs of earlier versions have with their clients on the host."""
+    """Runs of earlier versions with clients on the host have such checkpoints."""
     server, folder = {"w": np.zeros(2)}, tmp_path / "checkpoints"
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, server, states(1.0), "{}")
     with Checkpoints(folder) as checkpoints:
-        now = checkpoints.restore(server, states()).clients
-        now["a"][2] = 5.0
-        checkpoints.save(2, server, lambda: Changed(np.array([2]), now), "{}")
+        current = checkpoints.restore(server, states()).clients
+        current["a"][2] = 5.0
+        checkpoints.save(2, server, lambda: Changed(np.array([2]), current), "{}")
         checkpoints.wait()
-        now["a"][3] = 6.0
-        checkpoints.save(3, server, lambda: Changed(np.array([3]), now), "{}")
+        current["a"][3] = 6.0
+        checkpoints.save(3, server, lambda: Changed(np.array([3]), current), "{}")
     assert [len(np.load(tmp_path / "clients" / str(r) / "rows.npy")) for r in (2, 3)] == [6, 1]
     with Checkpoints(folder) as checkpoints:
-        again = checkpoints.restore(server, states()).clients
-    np.testing.assert_array_equal(again["a"], now["a"])
-    np.testing.assert_array_equal(again["b"][0], now["b"][0])
+        restored = checkpoints.restore(server, states()).clients
+    np.testing.assert_array_equal(restored["a"], current["a"])
+    np.testing.assert_array_equal(restored["b"][0], current["b"][0])
 
 
 @pytest.mark.slow
@@ -332,10 +332,10 @@ print((peak() - before) / size, size)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
-@pytest.mark.parametrize(("where", "most"), [("host", 1.3), ("disk", 0.5)])
-def test_ten_thousand_states_need_little_more_memory_than_themselves(where, most, tmp_path):
-    done = subprocess.run([sys.executable, "-c", MEMORY, where, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    share, size = map(float, done.stdout.split())
+@pytest.mark.parametrize(("client_state", "limit"), [("host", 1.3), ("disk", 0.5)])
+def test_ten_thousand_states_need_little_more_memory_than_themselves(client_state, limit, tmp_path):
+    process = subprocess.run([sys.executable, "-c", MEMORY, client_state, tmp_path], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    share, size = map(float, process.stdout.split())
     assert size > 2e8
-    assert share <= most
+    assert share <= limit

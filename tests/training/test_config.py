@@ -1,4 +1,4 @@
-"""The run's configuration: what it refuses, and that its YAML says everything."""
+"""The run's configuration: what it refuses, and that its YAML is complete."""
 
 import os
 from pathlib import Path
@@ -45,14 +45,14 @@ def test_every_hyperparameter_has_a_help_text(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_defaults_survive_the_round_trip(name):
-    pair = RunConfig(method=name), METHODS[name]()
-    assert parse_config(dump(*pair)) == pair
+def test_defaults_survive_the_round_trip_through_yaml(name):
+    config_and_method = RunConfig(method=name), METHODS[name]()
+    assert parse_config(dump(*config_and_method)) == config_and_method
 
 
 def test_dump_is_complete_and_flat():
-    pair = RunConfig(method="fedmr"), FedMR()
-    recorded = yaml.safe_load(dump(*pair))
+    config_and_method = RunConfig(method="fedmr"), FedMR()
+    recorded = yaml.safe_load(dump(*config_and_method))
     assert list(recorded) == [*RUN, *options_of(FedMR)]
     assert not any(isinstance(value, dict | list) for value in recorded.values())
 
@@ -66,28 +66,28 @@ names = st.text(min_size=1, max_size=20).filter(lambda text: text.lower() != "no
 @given(
     lr=numbers, clip=st.sampled_from(["method", "none"]) | numbers, folder=names, dataset=names, mu1=st.none() | numbers
 )
-def test_any_value_survives_the_round_trip(lr, clip, folder, dataset, mu1):
+def test_any_value_survives_the_round_trip_through_yaml(lr, clip, folder, dataset, mu1):
     config = RunConfig(
         method="fedmr", lr=lr, grad_clip=clip, data_dir=Path(os.path.expanduser(folder)), dataset=dataset, lanes=3,
         retry=False, cohort=4,
     )  # fmt: skip
-    pair = config, FedMR(mu1=mu1, lite=0, terms="intra")
-    assert parse_config(dump(*pair)) == pair
+    config_and_method = config, FedMR(mu1=mu1, lite=0, terms="intra")
+    assert parse_config(dump(*config_and_method)) == config_and_method
 
 
-def test_the_home_folder_may_be_written_as_shells_do(monkeypatch, tmp_path):
+def test_a_tilde_in_a_path_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert convert_all({"run_dir": "~/a"}, RUN, "X")["run_dir"] == tmp_path / "a"
     assert as_path("~/a", "run_dir") == tmp_path / "a"
 
 
-def test_types_survive_the_round_trip():
+def test_types_survive_the_round_trip_through_yaml():
     method = FedGELA(ew=10.0, layers=0, gamma="class")
-    pair = parse_config(dump(RunConfig(method="fedgela", lanes=2, run_dir=Path("a/b")), method))
-    found = values(*pair)
-    kinds = {name: type(found[name]) for name in ("ew", "layers", "lanes", "retry", "seed", "lr")}
-    assert kinds == {"ew": float, "layers": int, "lanes": int, "retry": bool, "seed": int, "lr": float}
-    assert found["run_dir"] == Path("a/b")
+    config_and_method = parse_config(dump(RunConfig(method="fedgela", lanes=2, run_dir=Path("a/b")), method))
+    recorded = values(*config_and_method)
+    types = {name: type(recorded[name]) for name in ("ew", "layers", "lanes", "retry", "seed", "lr")}
+    assert types == {"ew": float, "layers": int, "lanes": int, "retry": bool, "seed": int, "lr": float}
+    assert recorded["run_dir"] == Path("a/b")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_types_survive_the_round_trip():
         ("- 1", "X must hold `name: value` lines, not '[1]'."),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_sentence(text, sentence):
+def test_an_invalid_configuration_file_is_refused_in_one_sentence(text, sentence):
     with pytest.raises(UserError) as error:
         parse_config(text, "X")
     assert str(error.value).startswith(sentence)
@@ -114,12 +114,12 @@ def test_a_wrong_file_is_refused_in_one_sentence(text, sentence):
 
 
 @pytest.mark.parametrize("text", ["weight-decay: 1e-5", "weight_decay: '1e-5'", "weight_decay: 0.00001"])
-def test_numbers_and_keys_may_be_written_as_people_write_them(text):
+def test_keys_with_hyphens_and_numbers_in_any_notation_are_accepted(text):
     assert parse_config(text)[0].weight_decay == 1e-5
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "option",
     [
         {"beta": 0.0},
         {"beta": float("inf")},
@@ -143,19 +143,19 @@ def test_numbers_and_keys_may_be_written_as_people_write_them(text):
         {"seed": 2**32},
     ],
 )
-def test_a_value_out_of_bounds_is_refused(wrong):
-    with pytest.raises(UserError, match=next(iter(wrong))):
-        RunConfig(**wrong)
+def test_a_value_out_of_bounds_is_refused(option):
+    with pytest.raises(UserError, match=next(iter(option))):
+        RunConfig(**option)
 
 
 def test_a_cohort_of_all_clients_is_accepted():
     assert RunConfig(clients=7, cohort=7).cohort == 7
 
 
-def test_difference_names_the_fields():
+def test_difference_names_the_fields_that_differ():
     recorded = RunConfig(method="fedmr"), FedMR()
-    given = RunConfig(method="fedmr", lr=0.1), FedMR(mu2=1.0)
-    assert difference(recorded, given) == ["lr", "mu2"]
+    changed = RunConfig(method="fedmr", lr=0.1), FedMR(mu2=1.0)
+    assert difference(recorded, changed) == ["lr", "mu2"]
 
 
 def test_equal_runs_have_no_difference():
@@ -171,17 +171,17 @@ def test_equal_runs_have_no_difference():
         ({"partition": "natural"}, "natural"),
     ],
 )
-def test_partition_tags(options, tag):
+def test_the_partition_tag_has_the_scheme_and_its_parameters(options, tag):
     assert partition_tag(RunConfig(**options)) == tag
 
 
 def test_a_taken_run_folder_gets_a_number(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, found = RunConfig(seed=4), []
+    config, folders = RunConfig(seed=4), []
     for _ in range(3):
-        found.append(str(run_folder(config)))
+        folders.append(str(run_folder(config)))
         run_folder(config).mkdir(parents=True)
-    assert found == [f"runs/fedavg-digits-dirichlet0.1-s4{end}" for end in ("", "-2", "-3")]
+    assert folders == [f"runs/fedavg-digits-dirichlet0.1-s4{end}" for end in ("", "-2", "-3")]
 
 
 def test_a_given_run_folder_is_kept(tmp_path):
@@ -189,7 +189,7 @@ def test_a_given_run_folder_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "message"),
     [
         ({"rounds": 2**31}, "rounds must be at least 1 and at most 10000000, not 2147483648"),
         ({"train_samples": 2**40}, "train_samples must be at most 2147483647"),
@@ -202,19 +202,19 @@ def test_a_given_run_folder_is_kept(tmp_path):
         ({"coordinator": "foo", "processes": 2, "process": 0}, "coordinator=foo must be HOST:PORT"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_loaded(given, words):
-    with pytest.raises(UserError, match=words):
-        build(given)
+def test_impossible_options_are_refused_before_anything_is_loaded(options, message):
+    with pytest.raises(UserError, match=message):
+        build(options)
 
 
 @pytest.mark.parametrize("name", ["run_dir", "resume", "data_dir"])
-def test_an_empty_path_is_none(name):
+def test_an_empty_path_is_refused(name):
     with pytest.raises(UserError, match=f"'{name}' in X takes a path or none, not ''"):
         convert_all({name: ""}, RUN, "X")
 
 
 @pytest.mark.parametrize("text", ["lr: 1\nlr: 2", "run: {lr: 1, lr: 2}", "a: " + "[" * 5000])
-def test_yaml_that_says_a_thing_twice_or_nests_absurdly_is_refused(text):
+def test_yaml_with_a_key_given_twice_or_nested_too_deeply_is_refused(text):
     with pytest.raises(
         UserError, match=r"X is not valid YAML.*(the key 'lr' is given twice|nested too deeply).*: correct it"
     ):

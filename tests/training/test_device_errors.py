@@ -1,4 +1,4 @@
-"""What fails below JAX: a sentence each, fewer lanes where memory does not suffice, and a run folder that goes on."""
+"""Failures below JAX: one sentence each, fewer lanes where memory runs out, and a run folder that can be resumed."""
 
 import json
 import logging
@@ -60,49 +60,49 @@ def failing(monkeypatch):
     return device
 
 
-def asked(path, **options):
+def request_for(path, **options):
     return runs.Asked(*build({"method": "fedavg", "run_dir": path, **SMALL, **options}))
 
 
-def run(one, say=lambda _: None):
-    return runs.run(one.config, one.method, say=say)
+def run(request, say=lambda _: None):
+    return runs.run(request.config, request.method, say=say)
 
 
 def rows(path):
-    """The lines of a run's metrics without what the clock says."""
+    """The lines of a run's metrics without the times."""
     lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines]
 
 
-def noted_lanes(path):
+def recorded_lanes(path):
     return json.loads((path / "resolved.json").read_text())["lanes"]
 
 
 @pytest.mark.thorough
 def test_a_run_out_of_memory_goes_on_with_half_of_the_lanes(failing, tmp_path):
-    said = []
-    run(asked(tmp_path / "four", lanes=4), said.append)
+    messages = []
+    run(request_for(tmp_path / "four", lanes=4), messages.append)
     assert failing.seen == [4, 2, 1, 1]
-    assert noted_lanes(tmp_path / "four") == 1
-    assert [sentence.rsplit("with ")[-1] for sentence in said] == ["2 of 4 lanes.", "1 of 2 lanes."]
-    assert all(map(is_a_sentence, said))
-    run(asked(tmp_path / "one", lanes=1), said.append)
+    assert recorded_lanes(tmp_path / "four") == 1
+    assert [sentence.rsplit("with ")[-1] for sentence in messages] == ["2 of 4 lanes.", "1 of 2 lanes."]
+    assert all(map(is_a_sentence, messages))
+    run(request_for(tmp_path / "one", lanes=1), messages.append)
     assert rows(tmp_path / "four") == rows(tmp_path / "one")
 
 
 @pytest.mark.thorough
-def test_it_goes_on_from_its_newest_checkpoint(failing, tmp_path):
+def test_a_run_out_of_memory_goes_on_from_its_newest_checkpoint(failing, tmp_path):
     failing.when = lambda simulation, round: round == 1 and simulation.program.lanes == 2
-    run(asked(tmp_path, lanes=2))
+    run(request_for(tmp_path, lanes=2))
     assert failing.seen == [2, 2, 1]  # round 0 is not repeated
     assert [row["round"] for row in rows(tmp_path)] == [1, 2]
 
 
 @pytest.mark.thorough
-def test_experiments_of_one_program_go_on_together(failing, tmp_path):
-    several = [asked(tmp_path / str(seed), lanes=2, seed=seed) for seed in range(2)]
-    results = runs.run_together(several, lambda _: None)
-    assert [noted_lanes(tmp_path / str(seed)) for seed in range(2)] == [1, 1]
+def test_experiments_of_one_program_go_on_together_with_fewer_lanes(failing, tmp_path):
+    requests = [request_for(tmp_path / str(seed), lanes=2, seed=seed) for seed in range(2)]
+    results = runs.run_together(requests, lambda _: None)
+    assert [recorded_lanes(tmp_path / str(seed)) for seed in range(2)] == [1, 1]
     assert all(isinstance(result, dict) for result in results)
 
 
@@ -117,8 +117,8 @@ def test_a_run_in_memory_starts_anew_with_fewer_lanes(failing):
     assert len(history.ga) == 1
 
 
-class Seen(fp.Callback):
-    """Keeps the rounds that it was told of in a list that grows."""
+class SeenRounds(fp.Callback):
+    """Keeps the rounds that it has seen in one list, which grows."""
 
     def __init__(self):
         self.rounds = []
@@ -137,20 +137,20 @@ class Seen(fp.Callback):
 @pytest.mark.parametrize("folder", [False, True])
 def test_callbacks_forget_the_rounds_that_are_trained_again(failing, tmp_path, folder):
     failing.when = lambda simulation, round: round == 1 and simulation.program.lanes > 1
-    federation, seen = fp.partition(fp.load_dataset("digits"), "iid", clients=4), Seen()
-    place = {"run_dir": tmp_path / "run"} if folder else {}
+    federation, callback = fp.partition(fp.load_dataset("digits"), "iid", clients=4), SeenRounds()
+    options = {"run_dir": tmp_path / "run"} if folder else {}
     with pytest.warns(UserWarning, match="with 1 of 2 lanes"):
         fp.simulate(
-            federation, rounds=2, local_epochs=1, lanes=2, fine_tune_epochs=0, callbacks=[seen], **place
+            federation, rounds=2, local_epochs=1, lanes=2, fine_tune_epochs=0, callbacks=[callback], **options
         )  # fmt: skip
-    assert seen.rounds == [1, 2]
+    assert callback.rounds == [1, 2]
 
 
 @pytest.mark.thorough
-def test_one_lane_out_of_memory_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path, monkeypatch):
+def test_one_lane_out_of_memory_is_reported_and_the_folder_is_resumable(failing, tmp_path, monkeypatch):
     failing.when = lambda simulation, round: round == 1
     with pytest.raises(OutOfMemory) as error:
-        run(asked(tmp_path, lanes=1))
+        run(request_for(tmp_path, lanes=1))
     assert is_a_sentence(str(error.value))
     assert "batch_size" in str(error.value)
     failing.when = lambda simulation, round: False
@@ -159,10 +159,10 @@ def test_one_lane_out_of_memory_is_a_sentence_and_the_folder_is_resumable(failin
 
 
 @pytest.mark.thorough
-def test_a_compiler_that_fails_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path):
+def test_a_compiler_that_fails_is_reported_and_the_folder_is_resumable(failing, tmp_path):
     failing.message = FAILED
     with pytest.raises(UserError) as error:
-        run(asked(tmp_path, lanes=2))
+        run(request_for(tmp_path, lanes=2))
     assert is_a_sentence(str(error.value))
     assert "ptxas exited" in str(error.value)
     failing.when = lambda simulation, round: False
@@ -171,7 +171,7 @@ def test_a_compiler_that_fails_is_a_sentence_and_the_folder_is_resumable(failing
 
 
 @pytest.mark.thorough
-def test_a_compiler_that_fails_beforehand_is_named(monkeypatch):
+def test_a_compiler_that_fails_before_the_first_round_is_named(monkeypatch):
     def refuse(self, *args, **kwargs):
         raise jax.errors.JaxRuntimeError(FAILED)
 
@@ -181,7 +181,7 @@ def test_a_compiler_that_fails_beforehand_is_named(monkeypatch):
         simulated.compile(simulated.start())
 
 
-def test_a_compiled_round_is_the_one_that_is_run():
+def test_a_round_compiled_in_advance_is_the_one_that_is_run():
     simulated = toy.simulation(seed=17)
     state = simulated.start()
     simulated.compile(state)
@@ -191,18 +191,18 @@ def test_a_compiled_round_is_the_one_that_is_run():
     assert clock.count == 0
 
 
-def test_errors_of_other_kinds_pass():
+def test_errors_of_other_kinds_pass_unchanged():
     with pytest.raises(ZeroDivisionError), in_sentences("training"):
         _ = 1 / 0
 
 
-def taken(simulated):
+def round_memory(simulated):
     memory = simulated.compile(simulated.start()).memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def lanes_chosen(monkeypatch, free):
-    """Lanes of the toy federation that are chosen of 1, 2 and 3 where more are always faster."""
+    """The number of lanes, of 1, 2 and 3, chosen for the toy federation where more are always faster."""
     base = toy.simulation(lanes=1)
     monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: [1, 2, 3])
     monkeypatch.setattr(tuning, "free_memory", lambda: free)
@@ -213,15 +213,15 @@ def lanes_chosen(monkeypatch, free):
 
 @pytest.mark.thorough
 def test_lanes_are_the_fastest_whose_compiled_round_fits_into_memory(monkeypatch):
-    needed = {lanes: taken(toy.simulation(lanes=lanes)) for lanes in (1, 2, 3)}
-    assert needed[2] < needed[3]
-    assert lanes_chosen(monkeypatch, needed[3]) == 3
-    assert lanes_chosen(monkeypatch, needed[3] - 1) == 2
+    memory = {lanes: round_memory(toy.simulation(lanes=lanes)) for lanes in (1, 2, 3)}
+    assert memory[2] < memory[3]
+    assert lanes_chosen(monkeypatch, memory[3]) == 3
+    assert lanes_chosen(monkeypatch, memory[3] - 1) == 2
     assert lanes_chosen(monkeypatch, 0) == 1
 
 
 @pytest.mark.parametrize(("seconds", "lanes"), [((1.0, 0.97), 1), ((1.0, 0.9), 2), ((1.0, 0.9, 0.88), 2)])
-def test_more_lanes_are_taken_for_more_than_the_noise_of_a_measurement(monkeypatch, seconds, lanes):
+def test_more_lanes_are_taken_only_for_a_gain_above_measurement_noise(monkeypatch, seconds, lanes):
     times = iter(seconds)
     monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: list(range(1, len(seconds) + 1)))
     monkeypatch.setattr(tuning, "_probe", lambda simulation, state: (0.0, next(times)))
@@ -230,12 +230,12 @@ def test_more_lanes_are_taken_for_more_than_the_noise_of_a_measurement(monkeypat
 
 
 @pytest.mark.parametrize(("compiling", "tried"), [(10.0, 3), (10**9, 1)])
-def test_lanes_are_tried_until_that_costs_a_share_of_the_run(monkeypatch, compiling, tried):
-    probed = []
+def test_lanes_are_tried_until_the_search_costs_a_share_of_the_run(monkeypatch, compiling, tried):
+    probes = []
     monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: [1, 2, 3])
-    monkeypatch.setattr(tuning, "_probe", lambda *_: probed.append(1) or (compiling, 1.0))
+    monkeypatch.setattr(tuning, "_probe", lambda *_: probes.append(1) or (compiling, 1.0))
     tuning.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), toy.simulation().start(), 3, 10**6)
-    assert len(probed) == tried
+    assert len(probes) == tried
 
 
 def test_a_probe_out_of_memory_ends_the_search_for_lanes(monkeypatch):
@@ -246,12 +246,12 @@ def test_a_probe_out_of_memory_ends_the_search_for_lanes(monkeypatch):
 
     monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: [1, 2, 3])
     monkeypatch.setattr(tuning, "_timed_step", exhausted)
-    made = []
+    lanes_built = []
     chosen = tuning.choose_lanes(
-        lambda lanes: made.append(lanes) or toy.simulation(lanes=lanes), toy.simulation().start(), 3, 10**6
+        lambda lanes: lanes_built.append(lanes) or toy.simulation(lanes=lanes), toy.simulation().start(), 3, 10**6
     )
     assert chosen.program.lanes == 1
-    assert 3 not in made
+    assert 3 not in lanes_built
 
 
 def test_free_memory_is_that_of_the_fullest_device(monkeypatch):
@@ -266,7 +266,7 @@ def test_free_memory_is_that_of_the_fullest_device(monkeypatch):
     assert devices.free_memory() == 30
 
 
-def test_a_driver_that_is_too_old_is_a_sentence(monkeypatch):
+def test_a_driver_that_is_too_old_is_reported_in_a_sentence(monkeypatch):
     def old():
         raise RuntimeError(OLD_DRIVER)
 
@@ -277,7 +277,7 @@ def test_a_driver_that_is_too_old_is_a_sentence(monkeypatch):
     assert "driver version is insufficient" in str(error.value)
 
 
-def complaining():
+def devices_without_driver():
     """`jax.devices` where the plugin for GPUs finds no driver: a traceback is logged, and the CPU remains."""
     real = jax.devices
 
@@ -291,8 +291,8 @@ def complaining():
     return listed
 
 
-def test_a_missing_driver_is_a_sentence_where_a_gpu_is_asked_for(monkeypatch, capfd):
-    monkeypatch.setattr(jax, "devices", complaining())
+def test_a_missing_driver_is_a_user_error_where_a_gpu_is_asked_for(monkeypatch, capfd):
+    monkeypatch.setattr(jax, "devices", devices_without_driver())
     with pytest.raises(UserError) as error:
         devices.started_platforms("gpu")
     assert is_a_sentence(str(error.value))
@@ -301,14 +301,14 @@ def test_a_missing_driver_is_a_sentence_where_a_gpu_is_asked_for(monkeypatch, ca
 
 
 def test_a_missing_driver_is_a_warning_where_the_cpu_will_do(monkeypatch, capfd):
-    monkeypatch.setattr(jax, "devices", complaining())
+    monkeypatch.setattr(jax, "devices", devices_without_driver())
     assert devices.started_platforms("auto") == {"cpu"}
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: ")
     assert "cuInit(0) failed" in line
 
 
-def test_a_cache_of_programs_that_cannot_be_written_is_a_warning_and_is_not_used(tmp_path, capsys):
+def test_an_unwritable_compilation_cache_is_a_warning_and_is_not_used(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     folder, enabled = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
     try:
@@ -326,9 +326,9 @@ def test_a_cache_of_programs_that_cannot_be_written_is_a_warning_and_is_not_used
         jax.config.update("jax_enable_compilation_cache", enabled)
 
 
-def process(code, *options, **given):
-    """What a new process that runs some code with command-line options did."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | given).items()]
+def process(code, *options, **settings):
+    """A completed process that ran some code with command-line options."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | settings).items()]
     command = [sys.executable, "-c", textwrap.dedent(code), *flags, *options]
     return subprocess.run(command, capture_output=True, text=True)
 
@@ -344,10 +344,10 @@ ABORTING = """
 
 
 @pytest.mark.thorough
-def test_a_compiler_that_ends_the_process_leaves_a_sentence_and_a_folder_that_goes_on(tmp_path):
-    died = process(ABORTING, lanes=1, tune="off", model="mlp", run_dir=tmp_path / "run")
-    assert died.returncode < 0
-    assert f"--resume={tmp_path / 'run'}" in died.stderr.splitlines()[-1]
+def test_a_compiler_that_aborts_leaves_a_sentence_and_a_resumable_folder(tmp_path):
+    aborted = process(ABORTING, lanes=1, tune="off", model="mlp", run_dir=tmp_path / "run")
+    assert aborted.returncode < 0
+    assert f"--resume={tmp_path / 'run'}" in aborted.stderr.splitlines()[-1]
     fp.resume(tmp_path / "run")
     assert [row["round"] for row in rows(tmp_path / "run")] == [1, 2]
 
@@ -369,19 +369,19 @@ EXHAUSTED_DEVICES = """
 
 @pytest.mark.thorough
 def test_several_devices_out_of_memory_go_on_with_half_of_the_lanes_of_each(tmp_path):
-    done = process(
+    completed = process(
         EXHAUSTED_DEVICES, "--device=cpu", "--no-quiet", lanes=2, devices=2, rounds=1, run_dir=tmp_path / "run"
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "with 1 of 2 lanes" in done.stderr
-    assert noted_lanes(tmp_path / "run") == 1
+    assert completed.returncode == 0, completed.stderr
+    assert "with 1 of 2 lanes" in completed.stderr
+    assert recorded_lanes(tmp_path / "run") == 1
 
 
 @pytest.mark.thorough
-def test_as_many_devices_as_processors_do_not_wait_for_each_other_for_ever(tmp_path):
+def test_as_many_devices_as_processors_do_not_deadlock(tmp_path):
     """CCVR's server factorises matrices, for which XLA takes threads of the pool in which devices wait."""
-    run = ["from fedjax_pcdd.cli.run import main", "import sys", "sys.exit(main(sys.argv[1:]))"]
-    words = [
+    code = ["from fedjax_pcdd.cli.run import main", "import sys", "sys.exit(main(sys.argv[1:]))"]
+    options = [
         "--method=ccvr",
         "--partition=iid",
         "--clients=4",
@@ -391,8 +391,8 @@ def test_as_many_devices_as_processors_do_not_wait_for_each_other_for_ever(tmp_p
         "--quiet",
     ]
     number = max(2, min(8, os.cpu_count() or 2))
-    words += [f"--devices={number}", "--device=cpu", "--fine-tune-epochs=0", f"--run-dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(run), *words], timeout=200, capture_output=True, text=True, check=False
+    options += [f"--devices={number}", "--device=cpu", "--fine-tune-epochs=0", f"--run-dir={tmp_path / 'run'}"]
+    completed = subprocess.run(
+        [sys.executable, "-c", "\n".join(code), *options], timeout=200, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr

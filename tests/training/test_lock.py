@@ -1,4 +1,4 @@
-"""One process at a time writes to a folder, whoever dies, pauses, or has another clock."""
+"""One process at a time writes to a folder, even if an owner dies, pauses, or has another clock."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ sys.stdin.readline()
 """
 
 
-def started(code, path):
+def start_process(code, path):
     command = [sys.executable, "-c", code, str(path)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
@@ -55,20 +55,27 @@ def quick(monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.2)
 
 
-def of_another_machine(path, **fields):
-    """A lock as a process of another machine writes it."""
-    own = {"host": "elsewhere", "process": 1, "machine": "elsewhere", "started": "1", "token": "t", "beat": 0} | fields
-    path.write_bytes(json.dumps(own).ljust(module.LENGTH).encode())
+def write_lock_of_another_machine(path, **fields):
+    """Write a lock as a process on another machine does."""
+    content = {
+        "host": "elsewhere",
+        "process": 1,
+        "machine": "elsewhere",
+        "started": "1",
+        "token": "t",
+        "beat": 0,
+    } | fields
+    path.write_bytes(json.dumps(content).ljust(module.LENGTH).encode())
 
 
-def test_a_lock_is_gone_when_it_is_given_up(path):
+def test_a_lock_is_gone_after_its_release(path):
     with Lock.take(path) as lock:
         lock.check()
         assert json.loads(path.read_text())["process"] == os.getpid()
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_process_that_has_a_lock_is_refused_it_in_every_thread(path):
+def test_a_process_that_holds_a_lock_is_refused_it_in_every_thread(path):
     with Lock.take(path) as lock, ThreadPoolExecutor(1) as thread:
         for take in (Lock.take, lambda path: thread.submit(Lock.take, path).result()):
             with pytest.raises(InUse, match="in use by another run of this process: wait for it to end"):
@@ -77,78 +84,78 @@ def test_a_process_that_has_a_lock_is_refused_it_in_every_thread(path):
     assert not path.exists()
 
 
-def test_of_threads_that_take_a_lock_at_once_one_has_it(path):
+def test_of_threads_that_take_a_lock_at_once_one_gets_it(path):
     def take(_):
-        together.wait()
+        barrier.wait()
         try:
             return Lock.take(path)
         except InUse:
             return None
 
-    together = threading.Barrier(8)
+    barrier = threading.Barrier(8)
     with ThreadPoolExecutor(8) as threads:
         (lock,) = filter(None, threads.map(take, range(8)))
     lock.release()
 
 
-def test_the_lock_of_a_live_process_is_refused_at_once_and_taken_over_when_it_is_killed(path):
-    owner = started(OWNER, path)
+def test_a_live_owners_lock_is_refused_and_a_killed_ones_taken_over_at_once(path):
+    owner = start_process(OWNER, path)
     assert owner.stdout.readline() == "has it\n"
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(InUse, match=rf"in use by process {owner.pid} on .*: wait for it to end, or end it\."):
         Lock.take(path)
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     with Lock.take(path):
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - start < 2
 
 
-def test_a_number_of_a_process_that_was_given_again_is_no_owner(path):
-    own = {"machine": module._machine(), "process": os.getpid(), "started": "0", "host": "this", "token": "t"}
-    path.write_text(json.dumps(own))
+def test_a_process_with_a_dead_owners_reused_number_is_no_owner(path):
+    content = {"machine": module._machine(), "process": os.getpid(), "started": "0", "host": "this", "token": "t"}
+    path.write_text(json.dumps(content))
     with Lock.take(path, wait=0):
         pass
 
 
-def test_an_owner_that_has_ended_is_dead_though_nobody_has_waited_for_it(path):
+def test_an_owner_that_has_ended_is_dead_though_no_parent_has_waited_for_it(path):
     owner = subprocess.Popen(["sleep", "60"])
-    own = {"machine": module._machine(), "process": owner.pid, "started": module._started(owner.pid), "token": "t"}
-    path.write_text(json.dumps(own))
+    content = {"machine": module._machine(), "process": owner.pid, "started": module._started(owner.pid), "token": "t"}
+    path.write_text(json.dumps(content))
     owner.kill()
     os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
     with Lock.take(path, wait=0):
         owner.wait()
 
 
-def test_of_many_who_want_it_one_gets_it(path):
-    dead = {"machine": module._machine(), "process": 2**22 + 1, "started": "0", "host": "this", "token": "t"}
-    path.write_text(json.dumps(dead))
-    racers = [started(RACER, path) for _ in range(4)]
-    for one in racers:
-        one.stdin.write("go\n")
-    assert sorted(one.stdout.readline() for one in racers) == ["has it\n", *3 * ["refused\n"]]
-    for one in racers:
-        one.communicate("end\n")
+def test_of_processes_that_race_for_a_dead_owners_lock_one_gets_it(path):
+    content = {"machine": module._machine(), "process": 2**22 + 1, "started": "0", "host": "this", "token": "t"}
+    path.write_text(json.dumps(content))
+    racers = [start_process(RACER, path) for _ in range(4)]
+    for racer in racers:
+        racer.stdin.write("go\n")
+    assert sorted(racer.stdout.readline() for racer in racers) == ["has it\n", *3 * ["refused\n"]]
+    for racer in racers:
+        racer.communicate("end\n")
 
 
-def test_an_owner_on_another_machine_whose_number_rises_is_alive(path, quick, monkeypatch):
+def test_an_owner_on_another_machine_whose_beat_rises_is_alive(path, quick, monkeypatch):
     beats = itertools.count()
-    monkeypatch.setattr(module.time, "sleep", lambda _: of_another_machine(path, beat=next(beats)))
-    of_another_machine(path)
+    monkeypatch.setattr(module.time, "sleep", lambda _: write_lock_of_another_machine(path, beat=next(beats)))
+    write_lock_of_another_machine(path)
     with pytest.raises(InUse, match="process 1 on elsewhere"):
         Lock.take(path, wait=0.5)
 
 
-@pytest.mark.parametrize("clock", [-1e9, 1e9])
-def test_an_owner_on_another_machine_whose_number_stands_still_is_dead_whatever_the_clocks_say(path, quick, clock):
-    of_another_machine(path)
-    os.utime(path, (time.time() + clock,) * 2)
+@pytest.mark.parametrize("offset", [-1e9, 1e9])
+def test_an_owner_on_another_machine_whose_beat_stops_is_dead_by_any_clock(path, quick, offset):
+    write_lock_of_another_machine(path)
+    os.utime(path, (time.time() + offset,) * 2)
     with Lock.take(path, wait=1):
         pass
 
 
-def test_one_who_waits_for_none_takes_over_what_stood_still_between_two_calls(path, quick):
-    of_another_machine(path)
+def test_without_waiting_a_lock_that_stood_still_between_calls_is_taken_over(path, quick):
+    write_lock_of_another_machine(path)
     with pytest.raises(InUse):
         Lock.take(path, wait=0)
     time.sleep(0.3)
@@ -156,7 +163,7 @@ def test_one_who_waits_for_none_takes_over_what_stood_still_between_two_calls(pa
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
-def test_a_damaged_lock_is_taken_over_when_it_stands_still(path, quick, content):
+def test_a_damaged_lock_that_stands_still_is_taken_over(path, quick, content):
     path.write_bytes(content)
     with Lock.take(path, wait=1) as lock:
         lock.check()
@@ -165,37 +172,37 @@ def test_a_damaged_lock_is_taken_over_when_it_stands_still(path, quick, content)
 def test_an_owner_that_was_paused_learns_that_another_one_took_over(path):
     lock = Lock.take(path)
     path.unlink()
-    of_another_machine(path)
+    write_lock_of_another_machine(path)
     with pytest.raises(UserError, match="was taken over by process 1 on elsewhere"):
         lock.check()
     lock.release()
     assert json.loads(path.read_text())["host"] == "elsewhere"
 
 
-def test_the_owner_raises_its_number_and_writes_to_no_file_but_its_own(path, quick):
+def test_the_owner_raises_its_beat_and_writes_to_no_file_but_its_own(path, quick):
     with Lock.take(path):
-        before = json.loads(path.read_text())["beat"]
+        first_beat = json.loads(path.read_text())["beat"]
         time.sleep(0.3)
-        assert json.loads(path.read_text())["beat"] > before
+        assert json.loads(path.read_text())["beat"] > first_beat
         path.unlink()
-        of_another_machine(path)
+        write_lock_of_another_machine(path)
         time.sleep(0.1)
         assert json.loads(path.read_text())["token"] == "t"
 
 
-def test_a_link_is_no_lock(path):
+def test_a_link_is_refused_as_a_lock(path):
     path.symlink_to(path.parent / "elsewhere")
     with pytest.raises(UserError, match="is a link or no file"):
         Lock.take(path)
     assert not (path.parent / "elsewhere").exists()
 
 
-def test_a_pipe_is_no_lock_and_is_not_waited_for(path):
+def test_a_pipe_is_refused_as_a_lock_and_is_not_waited_for(path):
     os.mkfifo(path)
     with pytest.raises(UserError, match="is a link or no file"):
         Lock.take(path)
 
 
-def test_a_folder_that_takes_no_file_is_a_sentence(tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="cannot write to"):
         Lock.take(tmp_path / "missing" / "lock")

@@ -1,4 +1,4 @@
-"""The history of a run: what a checkpoint of each round takes of it."""
+"""The history of a run: its copies in checkpoints, and the accuracies that a summary takes from it."""
 
 import json
 
@@ -11,7 +11,7 @@ from fedjax_pcdd.training import metrics
 from fedjax_pcdd.training.metrics import History, new_history
 
 
-def grow(history, rounds):
+def add_rounds(history, rounds):
     for round in rounds:
         history.rows.append({"round": round, "ga": round / 7, "pa": None, "ga_per_class": [1 / 3, None]})
         history.update_clients([round % 3], np.array([round / 11]))
@@ -22,20 +22,20 @@ def test_every_checkpoint_gives_back_the_history_of_its_round():
     history = new_history(3)
     texts = []
     for round in range(1, 5):
-        grow(history, [round])
+        add_rounds(history, [round])
         texts.append(history.to_json())
-    for done, text in enumerate(texts, 1):
-        alone = new_history(3)
-        grow(alone, range(1, done + 1))
-        assert History(**json.loads(text)) == alone
+    for rounds, text in enumerate(texts, 1):
+        expected = new_history(3)
+        add_rounds(expected, range(1, rounds + 1))
+        assert History(**json.loads(text)) == expected
 
 
-def test_a_restored_history_goes_on_as_if_it_had_not_been_interrupted():
-    whole, part = new_history(3), new_history(3)
-    grow(whole, range(1, 6))
-    grow(part, range(1, 3))
-    restored = History(**json.loads(part.to_json()))
-    grow(restored, range(3, 6))
+def test_a_restored_history_goes_on_as_if_not_interrupted():
+    whole, interrupted = new_history(3), new_history(3)
+    add_rounds(whole, range(1, 6))
+    add_rounds(interrupted, range(1, 3))
+    restored = History(**json.loads(interrupted.to_json()))
+    add_rounds(restored, range(3, 6))
     assert restored.to_json() == whole.to_json()
 
 
@@ -44,13 +44,13 @@ def test_a_row_is_encoded_once_however_many_checkpoints_follow(monkeypatch):
     monkeypatch.setattr(metrics.json, "dumps", lambda value: encoded.append(value) or "{}")
     history = new_history(3)
     for round in range(1, 9):
-        grow(history, [round])
+        add_rounds(history, [round])
         history.to_json()
     assert [value["round"] for value in encoded if "round" in value] == list(range(1, 9))
 
 
-def test_ga_without_a_global_model_is_that_of_each_clients_best_by_its_own_tests():
-    history = new_history(3)  # the third has no tests, so it is left out
+def test_ga_of_local_models_is_that_of_each_clients_best_round_by_own_tests():
+    history = new_history(3)  # the third client has no tests, so it is left out
     for pa, ga in (([0.9, 0.7, np.nan], [0.30, 0.35, 1.0]), ([0.8, 0.95, np.nan], [0.40, 0.20, 1.0])):
         history.update_clients(np.arange(3), np.array(pa))
         history.update_best(np.array(ga))
@@ -60,14 +60,14 @@ def test_ga_without_a_global_model_is_that_of_each_clients_best_by_its_own_tests
     assert summary["ga_best_clients"] == pytest.approx(0.375)
 
 
-def test_best_local_models_are_of_no_common_round():
+def test_best_local_models_have_no_common_best_round():
     history = new_history(1)
     history.rows.append({"round": 1, "ga": 0.5, "pa": 0.5})
-    rounds = [metrics.result(history, METHODS[name]())["ga_best_round"] for name in ("fedavg", "fedproto")]
-    assert rounds == [1, None]
+    best_rounds = [metrics.result(history, METHODS[name]())["ga_best_round"] for name in ("fedavg", "fedproto")]
+    assert best_rounds == [1, None]
 
 
-def test_of_equal_rounds_of_a_client_the_first_gives_its_ga():
+def test_the_first_of_a_clients_equally_good_rounds_gives_its_ga():
     history = new_history(1)
     for ga in (0.3, 0.4):
         history.update_clients(np.array([0]), np.array([0.9]))
@@ -85,7 +85,7 @@ def test_best_accuracies_of_clients_are_those_of_their_own_best_rounds():
     assert summary["pa_best_clients"] == pytest.approx(0.85)
 
 
-def test_of_losses_the_smallest_is_the_best():
+def test_the_best_loss_is_the_smallest():
     rows = [{"round": r, "ga": ga, "loss": loss} for r, ga, loss in ((1, 0.2, 3.0), (2, 0.3, 2.0), (3, 0.1, 4.0))]
     history = new_history(2)
     history.rows.extend(rows)
@@ -95,7 +95,7 @@ def test_of_losses_the_smallest_is_the_best():
         history.last("gaa")
 
 
-def test_the_mean_of_the_last_ten_is_over_ten_rounds_that_were_evaluated():
+def test_the_mean_of_the_last_ten_is_over_ten_evaluated_rounds():
     history = new_history(1)
     history.rows += [{"round": r, "ga": None if r % 2 else r / 64, "pa": r / 64} for r in range(1, 31)]
     summary = metrics.result(history, METHODS["fedavg"]())
@@ -104,11 +104,11 @@ def test_the_mean_of_the_last_ten_is_over_ten_rounds_that_were_evaluated():
 
 
 @pytest.mark.parametrize(("clients", "worst"), [(10, 1), (11, 2), (20, 2), (21, 3)])
-def test_the_worst_tenth_is_rounded_up(clients, worst):
+def test_the_size_of_the_worst_tenth_is_rounded_up(clients, worst):
     assert metrics.spread(np.arange(clients))["pa_worst10"] == np.mean(range(worst))
 
 
-def test_of_very_many_clients_a_checkpoint_holds_those_that_are_known():
+def test_a_checkpoint_of_very_many_clients_holds_only_the_measured_ones():
     history = metrics.new_history(metrics.MOST_WRITTEN + 1)
     history.update_clients(np.array([3, 7000]), np.array([0.25, 1.0]), "pa_last")
     history.pa_clients = history.also["pa_last"].copy()

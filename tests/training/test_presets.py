@@ -50,7 +50,7 @@ NOT_COPIED = {"fedvls_baselines": {"fedprox", "moon", "fedrs", "fedlc", "fedmr",
 
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch):
-    """The same few texts are read thousands of times."""
+    """Cache reading, as the same few texts are read thousands of times."""
     monkeypatch.setattr(options, "_read", _READ)
 
 
@@ -64,9 +64,9 @@ def preset_of(name: str) -> Preset:
 
 def rows_of(preset: Preset) -> list[tuple[str, str]]:
     """(method, variant) of the rows of a preset's table."""
-    own = {name: str(variant["method"]) for name, variant in preset.variants.items()}
-    plain = [(method, "") for method in preset.methods if method not in own.values()]
-    return plain + [(method, name) for name, method in own.items()]
+    method_of_variant = {name: str(variant["method"]) for name, variant in preset.variants.items()}
+    plain = [(method, "") for method in preset.methods if method not in method_of_variant.values()]
+    return plain + [(method, name) for name, method in method_of_variant.items()]
 
 
 def run_of(preset: Preset, split: str, method: str, variant: str):
@@ -79,11 +79,11 @@ def printed(table: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def averaged(row: dict[str, str]) -> list[str]:
-    """The splits that a number is the mean of, from its note; else its own one."""
+def averaged_splits(row: dict[str, str]) -> list[str]:
+    """The splits whose mean a printed number is, from its note; else its own split."""
     start = "mean of "
-    own = row["split"].endswith("avg") and row["note"].startswith(start)
-    return row["note"].split(";")[0].removeprefix(start).split() if own else [row["split"]]
+    is_mean = row["split"].endswith("avg") and row["note"].startswith(start)
+    return row["note"].split(";")[0].removeprefix(start).split() if is_mean else [row["split"]]
 
 
 def table_of(name: str) -> str:
@@ -95,7 +95,7 @@ SPLITS = [(name, split) for name in SHIPPED for split in preset_of(name).splits]
 
 
 @pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_every_cell_of_a_preset_is_a_run(name, split):
+def test_every_cell_of_a_preset_has_a_valid_configuration(name, split):
     preset = preset_of(name)
     for method, variant in rows_of(preset):
         config, _ = run_of(preset, split, method, variant)
@@ -107,12 +107,12 @@ def test_every_cell_of_a_preset_is_a_run(name, split):
 @pytest.mark.parametrize("name", COVERED)
 def test_every_printed_number_belongs_to_cells_of_its_preset(name):
     preset, table = preset_of(name), table_of(name)
-    known = {(split, *row) for split in preset.splits for row in rows_of(preset)}
+    cells = {(split, *row) for split in preset.splits for row in rows_of(preset)}
     strangers = [
         row
         for row in printed(table)
         if (table, row["method"], row["variant"]) not in NO_RUN
-        and not {(split, row["method"], row["variant"]) for split in averaged(row)} <= known
+        and not {(split, row["method"], row["variant"]) for split in averaged_splits(row)} <= cells
     ]
     assert strangers == []
 
@@ -120,23 +120,23 @@ def test_every_printed_number_belongs_to_cells_of_its_preset(name):
 @pytest.mark.parametrize("name", COVERED)
 def test_every_cell_of_a_preset_has_a_printed_number(name):
     preset, table = preset_of(name), table_of(name)
-    found = {(split, row["method"], row["variant"]) for row in printed(table) for split in averaged(row)}
-    copied = [row for row in rows_of(preset) if row[0] not in NOT_COPIED.get(table, ())]
-    cells = {(split, *row) for split in preset.splits for row in copied}
-    assert cells - found == set()
+    printed_cells = {(split, row["method"], row["variant"]) for row in printed(table) for split in averaged_splits(row)}
+    copied_rows = [row for row in rows_of(preset) if row[0] not in NOT_COPIED.get(table, ())]
+    cells = {(split, *row) for split in preset.splits for row in copied_rows}
+    assert cells - printed_cells == set()
 
 
-def test_every_exception_is_still_one():
-    found = {(table, row["method"], row["variant"]) for table in TABLES for row in printed(table)}
-    assert set(NO_RUN) <= found
-    assert not {(table, method) for table, methods in NOT_COPIED.items() for method in methods} & {f[:2] for f in found}
+def test_every_listed_exception_is_still_needed():
+    rows = {(table, row["method"], row["variant"]) for table in TABLES for row in printed(table)}
+    assert set(NO_RUN) <= rows
+    assert not {(table, method) for table, methods in NOT_COPIED.items() for method in methods} & {f[:2] for f in rows}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_methods_beside_those_of_the_table_can_be_run_too(name):
+def test_methods_outside_a_presets_table_have_a_valid_configuration_too(name):
     preset = preset_of(name)
-    own = {str(variant["method"]) for variant in preset.variants.values()}
-    for method in set(METHODS) - own:
+    varied_methods = {str(variant["method"]) for variant in preset.variants.values()}
+    for method in set(METHODS) - varied_methods:
         assert run_of(preset, next(iter(preset.splits)), method, "")[0].method == method
 
 
@@ -173,7 +173,7 @@ def test_means_of_table_1_of_fedmr_follow_from_its_rows_or_the_note_says_not():
     cells = {(row["split"], row["method"]): float(row["value"]) for row in printed("fedmr_table1")}
     wrong = []
     for row in printed("fedmr_table1"):
-        mean = sum(cells[split, row["method"]] for split in averaged(row)) / len(averaged(row))
+        mean = sum(cells[split, row["method"]] for split in averaged_splits(row)) / len(averaged_splits(row))
         if abs(mean - float(row["value"])) > 0.0101:
             wrong.append(f"the rows give {mean:.2f}" in row["note"])
     assert wrong == [True] * 4
@@ -182,20 +182,22 @@ def test_means_of_table_1_of_fedmr_follow_from_its_rows_or_the_note_says_not():
 @functools.cache
 def tuned_weights() -> dict[tuple, float]:
     """(data set, partition, method, option) -> the weight of Tables 9 and 10 of FedMR."""
-    found = {}
+    weights = {}
     for table, name in (("fedmr_table9", "fedmr/table1"), ("fedmr_table10", "fedmr/table2")):
         for row in printed(table):
             if not row["note"].startswith("as printed"):  # one weight is a misprint
                 config, _ = run_of(preset_of(name), row["split"], row["method"], "")
-                found[config.dataset, partition_tag(config), row["method"], row["metric"]] = float(row["value"])
-    return found
+                weights[config.dataset, partition_tag(config), row["method"], row["metric"]] = float(row["value"])
+    return weights
 
 
-OF_OTHERS = {"fedmr/table13", "fedmr/table15", "fedmr/shakespeare"}  # data sets without tuned weights
-OF_FEDMR = [name for name in SHIPPED if name.startswith("fedmr/") and name not in {*OF_OTHERS, *SEARCHED}]
+WITHOUT_TUNED_WEIGHTS = {"fedmr/table13", "fedmr/table15", "fedmr/shakespeare"}  # data sets without tuned weights
+WITH_TUNED_WEIGHTS = [
+    name for name in SHIPPED if name.startswith("fedmr/") and name not in {*WITHOUT_TUNED_WEIGHTS, *SEARCHED}
+]
 
 
-@pytest.mark.parametrize("name", OF_FEDMR)
+@pytest.mark.parametrize("name", WITH_TUNED_WEIGHTS)
 def test_the_methods_of_fedmr_have_the_printed_weights(name):
     preset, compared = preset_of(name), 0
     for split in preset.splits:
@@ -222,7 +224,7 @@ def test_a_partition_is_the_one_that_its_split_names(name):
 
 
 @pytest.mark.parametrize("name", ["fccl/table1", "fccl/table2", "fccl/table3"])
-def test_the_settings_of_fccl_are_those_of_its_tasks(name):
+def test_presets_of_fccl_have_the_settings_of_its_tasks(name):
     preset = preset_of(name)
     for split in preset.splits:
         config, _ = parse([f"--preset={name}", f"--split={split}", "--method=fccl"])
@@ -235,7 +237,7 @@ def test_the_settings_of_fccl_are_those_of_its_tasks(name):
         assert len((config.models or "").split(",")) in (1, len(recipe.domains))
 
 
-def test_one_architecture_is_averaged_in_table_3_of_fccl_alone():
+def test_models_are_averaged_in_table_3_of_fccl_but_not_in_table_1():
     averages = {}
     for name in ("fccl/table1", "fccl/table3"):
         _, method = parse([f"--preset={name}", "--split=office-home", "--method=fccl"])
@@ -243,29 +245,29 @@ def test_one_architecture_is_averaged_in_table_3_of_fccl_alone():
     assert averages == {"fccl/table1": "never", "fccl/table3": "exchanged"}
 
 
-def test_every_preset_is_on_the_page():
+def test_every_preset_is_on_the_docs_page():
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     assert [name for name in SHIPPED if f"`{name}`" not in page] == []
 
 
-def test_every_table_without_a_preset_is_on_the_page():
+def test_every_table_without_a_preset_is_on_the_docs_page():
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     assert [table for table in TABLES if table in WITHOUT_PRESET and f"`{table}`" not in page] == []
 
 
-def test_one_cell_is_run_by_three_names():
+def test_a_cell_is_run_by_the_names_of_preset_method_and_split():
     config, method = parse(["--preset=fedmr/table1", "--method=fedmr", "--split=P10C2"])
     assert (config.dataset, config.model, config.rounds) == ("fashion_mnist", "resnet18", 100)
     assert (partition_tag(config), method) == ("P10C2", FedMR(mu1=0.01, mu2=1e-4))
 
 
-def test_a_smaller_cell_is_the_preset_with_options_over_it():
-    over = ["--model=simple_cnn", "--rounds=3", "--dataset=cifar100_subset"]
-    config, _ = parse(["--preset=fedmr/table1", "--split=svhn-P10C2", "--method=moon", *over])
+def test_options_win_over_a_preset():
+    options = ["--model=simple_cnn", "--rounds=3", "--dataset=cifar100_subset"]
+    config, _ = parse(["--preset=fedmr/table1", "--split=svhn-P10C2", "--method=moon", *options])
     assert (config.dataset, config.model, config.rounds, config.batch_size) == ("cifar100_subset", "simple_cnn", 3, 128)
 
 
-WRITTEN = """
+PRESET_TEXT = """
 run: {lr: 0.1}
 splits: {a: {lr: 0.2}, b: {rounds: 3}}
 methods: {fedmr: {mu1: 0.3, mu2: 0.4, splits: {b: {mu1: 0.5}}}}
@@ -277,9 +279,9 @@ variants:
 
 
 @pytest.fixture
-def mine(tmp_path):
+def preset_file(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(WRITTEN)
+    file.write_text(PRESET_TEXT)
     return file
 
 
@@ -292,31 +294,31 @@ def mine(tmp_path):
         ("b", "strong", {"lr": 0.1, "rounds": 3, "mu1": 7.0, "mu2": 0.4, "batch_size": 9}),
     ],
 )
-def test_a_variant_wins_over_its_method(mine, split, variant, expected):
-    assert preset_values(read_preset(str(mine), PRESETS), "fedmr", split, variant) == expected
+def test_a_variant_wins_over_its_method(preset_file, split, variant, expected):
+    assert preset_values(read_preset(str(preset_file), PRESETS), "fedmr", split, variant) == expected
 
 
-def test_a_variant_names_the_method(mine):
-    config, method = parse([f"--preset={mine}", "--split=a", "--variant=fedge"])
+def test_a_variant_implies_its_method(preset_file):
+    config, method = parse([f"--preset={preset_file}", "--split=a", "--variant=fedge"])
     assert (config.method, method) == ("fedgela", FedGELA(phi="none"))
 
 
-def test_a_variant_may_stand_beside_its_method(mine):
-    config, _ = parse([f"--preset={mine}", "--split=a", "--variant=fedge", "--method=fedgela"])
+def test_a_variant_may_be_given_together_with_its_method(preset_file):
+    config, _ = parse([f"--preset={preset_file}", "--split=a", "--variant=fedge", "--method=fedgela"])
     assert config.method == "fedgela"
 
 
-def test_options_win_over_a_variant(mine):
-    _, method = parse([f"--preset={mine}", "--split=a", "--variant=strong", "--mu1=1"])
+def test_options_win_over_a_variant(preset_file):
+    _, method = parse([f"--preset={preset_file}", "--split=a", "--variant=strong", "--mu1=1"])
     assert method == FedMR(mu1=1.0, mu2=0.4)
 
 
-def test_a_method_without_variants_needs_none(mine):
-    assert parse([f"--preset={mine}", "--split=a", "--method=fedavg"])[0].method == "fedavg"
+def test_a_method_without_variants_needs_none(preset_file):
+    assert parse([f"--preset={preset_file}", "--split=a", "--method=fedavg"])[0].method == "fedavg"
 
 
-def test_without_a_variant_the_preset_names_the_method(mine):
-    assert preset_method(read_preset(str(mine), PRESETS)) is None
+def test_without_a_variant_this_preset_names_no_method(preset_file):
+    assert preset_method(read_preset(str(preset_file), PRESETS)) is None
 
 
 @pytest.mark.parametrize(
@@ -334,12 +336,12 @@ def test_without_a_variant_the_preset_names_the_method(mine):
         ("--resume=. --variant=a", "--resume continues a run as it was started: drop --variant."),
     ],
 )
-def test_a_wrong_variant_is_refused_in_one_sentence(mine, capsys, monkeypatch, argv, sentence):
+def test_a_wrong_variant_is_refused_in_one_sentence(preset_file, capsys, monkeypatch, argv, sentence):
     monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("this must not run"))
-    assert main(argv.replace("FILE", str(mine)).split()) == 2
-    said = capsys.readouterr().err.replace(str(mine), "FILE").replace(str(PRESETS), "PRESETS")
-    assert said.startswith(sentence)
-    assert said.count("\n") == 1
+    assert main(argv.replace("FILE", str(preset_file)).split()) == 2
+    message = capsys.readouterr().err.replace(str(preset_file), "FILE").replace(str(PRESETS), "PRESETS")
+    assert message.startswith(sentence)
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -354,7 +356,7 @@ def test_a_wrong_variant_is_refused_in_one_sentence(mine, capsys, monkeypatch, a
         ("variants: {a: 3}", "variant 'a' in FILE must hold `name: value` lines"),
     ],
 )
-def test_a_wrong_variant_in_a_file_is_refused(tmp_path, text, sentence):
+def test_an_invalid_variant_in_a_preset_file_is_refused(tmp_path, text, sentence):
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(UserError) as error:
         preset_values(read_preset("mine", tmp_path), "fedmr", None, "a")
@@ -366,12 +368,12 @@ def test_a_split_may_be_named_by_a_number(tmp_path):
     assert preset_values(read_preset("mine", tmp_path), "fedmr", "10") == {"clients": 10, "mu1": 0.5}
 
 
-def test_the_help_shows_the_option(capsys):
+def test_the_help_shows_the_option_variant(capsys):
     main(["--help"])
     assert "--variant " in capsys.readouterr().out
 
 
-def test_a_variant_of_the_methods_own_name_need_not_be_named():
+def test_a_variant_with_its_methods_name_need_not_be_given():
     preset = read_preset("fccl/table3")
     plain, fedavg = (preset_values(preset, "fccl", "office-home", variant) for variant in (None, "fedavg"))
     changed = {key: value for key, value in fedavg.items() if plain.get(key) != value}
@@ -380,7 +382,7 @@ def test_a_variant_of_the_methods_own_name_need_not_be_named():
     assert "average" not in preset_values(preset, "fedavg", "office-home")
 
 
-def test_a_recorded_configuration_is_a_preset_but_for_its_folder(tmp_path):
+def test_a_recorded_configuration_is_a_preset_without_its_run_folder(tmp_path):
     (tmp_path / "config.yaml").write_text(dump(*build({"method": "fedprox", "mu": 0.5, "lr": 0.3, "run_dir": "a/b"})))
     config, method = configure({"preset": str(tmp_path / "config.yaml"), "lr": "0.2"})
     assert (config.method, method.mu, config.lr, config.run_dir) == ("fedprox", 0.5, 0.2, None)

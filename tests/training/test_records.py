@@ -42,7 +42,7 @@ def test_a_run_can_be_opened_again_with_its_configuration(folder):
     assert (RunFolder.open(str(folder.path)).path / CONFIG).read_text() == "method: fedavg\n"
 
 
-def test_what_a_killed_process_left_half_written_goes_when_the_run_is_opened(folder):
+def test_half_written_files_of_a_killed_process_are_removed_on_opening(folder):
     folder.close()
     for name in (".123.partition.png", ".mine.png"):
         (folder.path / name).write_text("")
@@ -78,7 +78,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
         RunFolder.create(tmp_path / "run", "")
 
 
-def test_an_empty_folder_is_taken(tmp_path):
+def test_an_empty_folder_is_accepted(tmp_path):
     assert (RunFolder.create(tmp_path, "seed: 1\n").path / CONFIG).read_text() == "seed: 1\n"
 
 
@@ -99,13 +99,13 @@ def test_a_line_starts_with_the_five_main_keys(folder):
     assert list(json.loads(line)) == ["round", "ga", "pa", "loss", "seconds", "ga_per_class"]
 
 
-def test_numbers_survive_a_line_unchanged(folder):
+def test_numbers_are_read_back_from_a_line_unchanged(folder):
     row = {"round": 1, "ga": 1 / 3, "loss": 1e-300, "pa": 0.1 + 0.2}
     folder.append(row)
     assert folder.rows() == [row]
 
 
-def test_what_is_not_finite_becomes_null(folder):
+def test_numbers_that_are_not_finite_become_null(folder):
     folder.append({"round": 1, "ga": float("nan"), "per": {"a": [float("inf"), np.float32("nan")]}})
     assert folder.rows() == [{"round": 1, "ga": None, "per": {"a": [None, None]}}]
 
@@ -122,7 +122,7 @@ def test_a_line_cut_off_by_a_kill_is_ignored(folder):
     assert folder.rows() == [{"round": 1}]
 
 
-def test_truncate_returns_all_lines_to_the_round_of_the_checkpoint(folder):
+def test_truncate_cuts_all_files_of_lines_back_to_the_checkpoints_round(folder):
     for round in (1, 2, 3):
         folder.append({"round": round})
         folder.append({"round": round, "pa_per_client": [0.5]}, "clients.jsonl")
@@ -144,11 +144,11 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     assert folder.read_json("summary.json") == {"ga": 1}
 
 
-@pytest.mark.parametrize(("number", "what"), [(28, "free some"), (27, "raise that limit")])
-def test_a_full_disk_says_what_to_do_then(tmp_path, number, what):
+@pytest.mark.parametrize(("number", "advice"), [(28, "free some"), (27, "raise that limit")])
+def test_the_error_of_a_full_disk_says_what_to_do(tmp_path, number, advice):
     error = OSError(number, "")
-    assert f"{what} and resume the run." in str(failed_write(error, tmp_path))
-    assert f"{what} and try again." in str(failed_write(error, tmp_path, "another `output`"))
+    assert f"{advice} and resume the run." in str(failed_write(error, tmp_path))
+    assert f"{advice} and try again." in str(failed_write(error, tmp_path, "another `output`"))
 
 
 def test_a_missing_json_file_reads_as_none(folder):
@@ -156,7 +156,7 @@ def test_a_missing_json_file_reads_as_none(folder):
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 50])
-def test_curves_are_drawn_whatever_is_known(tmp_path, rounds):
+def test_curves_are_drawn_with_missing_values_and_any_number_of_rounds(tmp_path, rounds):
     rows = [
         {"round": r, "ga": None if r % 2 else r / 100, "pa": None, "loss": 1 / r if r != 7 else float("nan")}
         for r in range(1, rounds + 1)
@@ -185,8 +185,8 @@ def test_the_table_shows_percent_with_two_decimals_and_the_best_round(console):
     assert cells == [["GA", "81.23", "40", "80.00", "-", "-"], ["PA", "-", "-", "-", "-", "-"]]
 
 
-class Shown:
-    """A run as far as a bar or a logger looks at it."""
+class RunStandIn:
+    """What bars and loggers read of a run."""
 
     def __init__(self, rounds, done):
         self.rounds, self.round, self.history = rounds, done, History()
@@ -201,18 +201,18 @@ class Shown:
         return self
 
 
-def show(callback, rounds, done, rows):
-    """Tell a callback of a run's rows."""
-    run = Shown(rounds, done)
+def call_with_rows(callback, rounds, done, rows):
+    """Call a callback for a run that records these rows, one a round."""
+    run = RunStandIn(rounds, done)
     callback.on_start(run)
     for row in rows:
         callback.on_round(run.after(row), None)
     callback.on_end(run)
 
 
-def test_outside_a_terminal_a_tenth_of_the_rounds_is_told_in_plain_lines(console):
+def test_outside_a_terminal_every_tenth_of_the_rounds_prints_a_plain_line(console):
     rows = [{"ga": 0.5 if round == 55 else None, "pa": None, "loss": 0.25} for round in range(51, 101)]
-    show(progress.RunBar(console), 100, 50, rows)
+    call_with_rows(progress.RunBar(console), 100, 50, rows)
     lines = text_of(console).splitlines()
     assert [line.split()[1] for line in lines] == ["60/100", "70/100", "80/100", "90/100", "100/100"]
     assert lines[0].startswith("round 60/100  GA 50.00 %  loss 0.25  0:00:")
@@ -222,7 +222,9 @@ def test_outside_a_terminal_a_tenth_of_the_rounds_is_told_in_plain_lines(console
 def test_a_terminal_gets_a_bar_that_keeps_the_last_evaluation():
 
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    show(progress.RunBar(console), 4, 0, [{"ga": 0.5, "pa": 0.75, "loss": 2.0}, {"ga": None, "pa": None, "loss": 1.0}])
+    call_with_rows(
+        progress.RunBar(console), 4, 0, [{"ga": 0.5, "pa": 0.75, "loss": 2.0}, {"ga": None, "pa": None, "loss": 1.0}]
+    )
     last = text_of(console).split("round ")[-1]
     assert last.startswith("2/4")
     assert all(text in last for text in ("GA 50.00 %", "PA in training 75.00 %", "loss 1"))
@@ -232,15 +234,15 @@ def test_a_notebook_gets_one_bar_that_changes_in_place(monkeypatch):
     recorder = Recorder()
     monkeypatch.setitem(sys.modules, "IPython", recorder)
     monkeypatch.setitem(sys.modules, "IPython.display", recorder)
-    show(progress.RunBar(Console(file=io.StringIO(), force_jupyter=True)), 2, 0, [{"ga": 0.5}, {"ga": 0.75}])
-    (first, data, _), (then, newer, _) = recorder.calls
-    assert (first, then) == ("display", "update")
-    assert data["text/plain"].startswith("round 1/2  GA 50.00 %")
-    assert newer["text/html"].startswith('<progress max="2" value="2"></progress> round 2/2  GA 75.00 %')
+    call_with_rows(progress.RunBar(Console(file=io.StringIO(), force_jupyter=True)), 2, 0, [{"ga": 0.5}, {"ga": 0.75}])
+    (first_call, first_data, _), (second_call, second_data, _) = recorder.calls
+    assert (first_call, second_call) == ("display", "update")
+    assert first_data["text/plain"].startswith("round 1/2  GA 50.00 %")
+    assert second_data["text/html"].startswith('<progress max="2" value="2"></progress> round 2/2  GA 75.00 %')
 
 
 class Recorder:
-    """Stands for the trackers' packages: remembers what it is told."""
+    """Stands in for a tracker's package, and records every call."""
 
     def __init__(self):
         self.calls = []
@@ -255,7 +257,7 @@ ROW = {"ga": 0.5, "pa": None, "loss": np.float32(0.25), "per_class": [1.0], "met
 def test_tensorboard_gets_the_scalars_over_rounds(tmp_path, monkeypatch):
     package = Recorder()
     monkeypatch.setitem(sys.modules, "tensorboardX", package)
-    show(TensorBoard(tmp_path / "tensorboard"), 3, 2, [ROW])
+    call_with_rows(TensorBoard(tmp_path / "tensorboard"), 3, 2, [ROW])
     assert package.calls == [
         ("SummaryWriter", str(tmp_path / "tensorboard"), {}),
         ("add_scalar", "ga", 0.5, 3, {}),
@@ -267,7 +269,7 @@ def test_tensorboard_gets_the_scalars_over_rounds(tmp_path, monkeypatch):
 def test_wandb_gets_the_configuration_and_the_scalars_over_rounds(tmp_path, monkeypatch):
     package = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    show(WandB(tmp_path, {"seed": 1}), 3, 2, [ROW])
+    call_with_rows(WandB(tmp_path, {"seed": 1}), 3, 2, [ROW])
     assert package.calls == [
         ("init", {"dir": str(tmp_path), "name": tmp_path.name, "config": {"seed": 1}}),
         ("log", {"ga": 0.5, "loss": 0.25}, {"step": 3}),

@@ -55,14 +55,14 @@ def test_a_run_records_accuracies_within_and_between_domains(fccl):
 
 
 @pytest.mark.thorough
-def test_balanced_accuracies_are_mean_recalls_on_the_own_domain_and_the_others():
+def test_balanced_accuracies_are_mean_recalls_on_own_and_on_other_domains():
     options = {"method": "solo", "task": "digits_domains", "models": "mlp", "rounds": 1, "local_epochs": 1, "lanes": 1}
     run = trained(**options, pretrain_epochs=0, batch_size=32)
-    shares, tests = run.simulation.domain_correct(run.state)[:, :, 0], run.federation.test_class_counts
-    recalls = np.array([[np.mean(own / sizes) for own, sizes in zip(one, tests, strict=True)] for one in shares])
-    own, others = np.diagonal(recalls), [np.delete(row, k).mean() for k, row in enumerate(recalls)]
+    correct, tests = run.simulation.domain_correct(run.state)[:, :, 0], run.federation.test_class_counts
+    recalls = np.array([[np.mean(hits / sizes) for hits, sizes in zip(row, tests, strict=True)] for row in correct])
+    own_recalls, other_recalls = np.diagonal(recalls), [np.delete(row, k).mean() for k, row in enumerate(recalls)]
     (row,) = run.history.rows
-    assert (row["pa_balanced"], row["ga_balanced"]) == pytest.approx((own.mean(), np.mean(others)))
+    assert (row["pa_balanced"], row["ga_balanced"]) == pytest.approx((own_recalls.mean(), np.mean(other_recalls)))
     assert row["pa_balanced"] != row["pa"]
 
 
@@ -76,17 +76,17 @@ def test_the_local_objective_is_the_plain_mean_over_participants(tmp_path):
 
 @pytest.mark.thorough
 def test_fedmd_may_begin_with_labelled_public_images(tmp_path):
-    starts = {}
+    accuracies = {}
     for epochs in (0, 3):
         run(tmp_path / str(epochs), "fedmd", f"--transfer-epochs={epochs}", "--rounds=1", "--pretrain-batch-size=32")
-        starts[epochs] = json.loads((tmp_path / str(epochs) / "start.json").read_text())["intra_top1"]
-    assert starts[0] != starts[3]
+        accuracies[epochs] = json.loads((tmp_path / str(epochs) / "start.json").read_text())["intra_top1"]
+    assert accuracies[0] != accuracies[3]
 
 
 def test_transfer_needs_the_labels_of_the_public_images(tmp_path, capsys):
     np.savez(tmp_path / "plain.npz", x=np.zeros((64, 16, 16, 3), np.uint8))
-    given = ["--transfer-epochs=1", "--public=plain", f"--data-dir={tmp_path}", f"--run-dir={tmp_path / 'run'}"]
-    assert main([*TINY, "--method=fedmd", "--models=mlp", *given]) == 2
+    options = ["--transfer-epochs=1", "--public=plain", f"--data-dir={tmp_path}", f"--run-dir={tmp_path / 'run'}"]
+    assert main([*TINY, "--method=fedmd", "--models=mlp", *options]) == 2
     assert "'plain' has no labels" in capsys.readouterr().err
 
 
@@ -95,15 +95,15 @@ def test_other_labels_of_the_public_images_are_refused_on_resume(tmp_path, capsy
     rng, labels = np.random.default_rng(0), np.arange(64) % 10
     data = {"x_train": rng.integers(0, 255, (64, 16, 16, 3), np.uint8)}
     np.savez(tmp_path / "plain.npz", **data, y_train=labels)
-    given = ["--transfer-epochs=1", "--public=plain", f"--data-dir={tmp_path}", "--pretrain-batch-size=32"]
-    run(tmp_path / "run", "fedmd", *given)
+    options = ["--transfer-epochs=1", "--public=plain", f"--data-dir={tmp_path}", "--pretrain-batch-size=32"]
+    run(tmp_path / "run", "fedmd", *options)
     np.savez(tmp_path / "plain.npz", **data, y_train=labels[::-1])
     assert main([f"--resume={tmp_path / 'run'}"]) == 2
     assert "the public labels of the run in" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
-def test_the_summary_says_who_took_part(fccl):
+def test_the_summary_names_the_domains_and_their_models(fccl):
     summary = json.loads((fccl / "summary.json").read_text())
     assert summary["dataset"] == "digits_domains"
     assert summary["domains"] == ["plain", "inverted", "rotated", "blurred"]
@@ -115,10 +115,10 @@ def test_the_summary_says_who_took_part(fccl):
 
 @pytest.mark.thorough
 def test_correlations_are_written_where_there_are_public_images(fccl):
-    found = np.load(fccl / "correlation.npz")
-    assert found["matrices"].shape == (4, 10, 10)
-    assert found["participants"].tolist() == ["plain", "inverted", "rotated", "blurred"]
-    assert (np.diagonal(found["matrices"], axis1=1, axis2=2) > 0).mean() > 0.5
+    saved = np.load(fccl / "correlation.npz")
+    assert saved["matrices"].shape == (4, 10, 10)
+    assert saved["participants"].tolist() == ["plain", "inverted", "rotated", "blurred"]
+    assert (np.diagonal(saved["matrices"], axis1=1, axis2=2) > 0).mean() > 0.5
     assert (fccl / "correlation.png").stat().st_size > 0
 
 
@@ -129,7 +129,7 @@ def test_the_recorded_configuration_repeats_the_run(fccl, tmp_path):
 
 
 @pytest.mark.thorough
-def test_solo_runs_and_has_no_correlation(tmp_path):
+def test_solo_runs_without_correlations(tmp_path):
     run(tmp_path / "run", "solo")
     assert not (tmp_path / "run" / "correlation.npz").exists()
 
@@ -139,7 +139,7 @@ def test_fedavg_runs_with_one_architecture(tmp_path):
     argv = [option for option in TINY if not option.startswith("--pretrain")]
     assert main([*argv, "--method=fedavg", "--models=mlp", f"--run-dir={tmp_path / 'run'}"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    # One common model: what is one's own domain to one participant is another's to the others.
+    # With one common model, every participant has the same accuracy on a domain.
     columns = np.array(summary["domain_accuracy"])
     np.testing.assert_array_equal(columns, columns[:1].repeat(4, 0))
 
@@ -153,7 +153,7 @@ def test_the_other_methods_run_with_four_architectures(tmp_path, method):
     assert (tmp_path / "run" / "correlation.npz").exists() == (method != "fml")
 
 
-@pytest.mark.slow  # as is a killed task among the faults of `.ci/run`
+@pytest.mark.slow  # a killed task is among the faults of `.ci/run` too
 @pytest.mark.parametrize("models", ["mlp", "mlp,simple_cnn"])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, models):
     options = [*TINY, "--method=fccl", f"--models={models}", "--rounds=8"]
@@ -190,13 +190,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_mistake_is_one_sentence_and_leaves_nothing(case, tmp_path, capsys, monkeypatch):
+def test_a_mistake_is_refused_in_one_sentence_and_leaves_no_files(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options, word = BAD[case]
     assert main(["--task=digits_domains", "--method=solo", "--device=cpu", *options]) == 2
-    said = capsys.readouterr().err
-    assert word in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert word in message
+    assert message.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -212,13 +212,13 @@ WITHOUT_TASK = {
 
 
 @pytest.mark.parametrize("case", WITHOUT_TASK)
-def test_a_mistake_without_a_task_is_one_sentence_too(case, tmp_path, capsys, monkeypatch):
+def test_a_mistake_without_a_task_is_refused_in_one_sentence_too(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options, word = WITHOUT_TASK[case]
     assert main([*options, "--data-dir=."]) == 2
-    said = capsys.readouterr().err
-    assert word in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert word in message
+    assert message.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,8 +247,8 @@ def test_participants_of_a_partition_exchange_too(tmp_path):
 )
 def test_the_kind_of_run_follows_from_the_options(monkeypatch, options, kind):
     config, method = parse(options.split())
-    for other in (Setup, ParticipantSetup, TaskSetup):
-        monkeypatch.setattr(other, "__init__", lambda *_: None)
+    for setup_class in (Setup, ParticipantSetup, TaskSetup):
+        monkeypatch.setattr(setup_class, "__init__", lambda *_: None)
     assert type(tasks.setup([(config, method)])) is kind
 
 
@@ -268,11 +268,11 @@ class Stopped(Exception):
 
 
 def groups_of(monkeypatch, tmp_path, *options):
-    """What a run would hand to the simulation."""
-    noted = {}
+    """The arguments with which a run would make its `Groups`."""
+    arguments = {}
 
     def note(self, models, federation, method, local, **options):
-        noted.update(options, models=models, method=method, local=local)
+        arguments.update(options, models=models, method=method, local=local)
         raise Stopped
 
     monkeypatch.setattr(Groups, "__init__", note)
@@ -280,52 +280,52 @@ def groups_of(monkeypatch, tmp_path, *options):
     config, method = parse(options)
     with pytest.raises(Stopped):
         runs.run(config, method)
-    return noted
+    return arguments
 
 
 @pytest.mark.thorough
-def test_the_domains_bring_their_own_epochs_and_the_number_of_passes(monkeypatch, tmp_path):
+def test_a_task_brings_the_epochs_of_its_domains_and_the_public_passes(monkeypatch, tmp_path):
     from fedjax_pcdd.data.domains import TASKS
 
-    twice = TASKS["digits_domains"]._replace(public_epochs=2, local_epochs=(7, 8, 9, 10))
-    monkeypatch.setitem(TASKS, "digits_domains", twice)
-    noted = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl")
-    assert (noted["epochs"], noted["method"].public_epochs) == ((7, 8, 9, 10), 2)
-    noted = groups_of(
+    task = TASKS["digits_domains"]._replace(public_epochs=2, local_epochs=(7, 8, 9, 10))
+    monkeypatch.setitem(TASKS, "digits_domains", task)
+    arguments = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl")
+    assert (arguments["epochs"], arguments["method"].public_epochs) == ((7, 8, 9, 10), 2)
+    arguments = groups_of(
         monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl", "--local-epochs=3", "--public-epochs=1"
     )
-    assert (noted["epochs"], noted["local"].epochs, noted["method"].public_epochs) == (None, 3, 1)
+    assert (arguments["epochs"], arguments["local"].epochs, arguments["method"].public_epochs) == (None, 3, 1)
 
 
 @pytest.mark.thorough
-def test_participants_have_four_architectures_by_default_and_one_where_models_are_averaged(monkeypatch, tmp_path):
-    noted = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl")
-    assert len(set(noted["models"])) == 4
+def test_participants_have_four_architectures_unless_models_are_averaged(monkeypatch, tmp_path):
+    arguments = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl")
+    assert len(set(arguments["models"])) == 4
     for options in (["--method=fedavg"], ["--method=feddf"], ["--method=fccl", "--average=exchanged"]):
         assert len(set(groups_of(monkeypatch, tmp_path, "--task=digits_domains", *options)["models"])) == 1
 
 
 def test_fewer_architectures_than_participants_are_repeated(monkeypatch, tmp_path):
-    noted = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=solo", "--models=mlp,simple_cnn")
-    one, two, *rest = noted["models"]
-    assert one != two
-    assert rest == [one, two]
+    arguments = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=solo", "--models=mlp,simple_cnn")
+    first, second, *others = arguments["models"]
+    assert first != second
+    assert others == [first, second]
 
 
-def test_public_images_are_those_asked_for(monkeypatch, tmp_path):
-    noted = groups_of(
+def test_public_images_and_their_batches_have_the_given_sizes(monkeypatch, tmp_path):
+    arguments = groups_of(
         monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl", "--public-samples=9", "--public-batch=4"
     )
-    assert (noted["public"].images.shape, noted["public"].batch) == ((9, 16, 16, 3), 4)
+    assert (arguments["public"].images.shape, arguments["public"].batch) == ((9, 16, 16, 3), 4)
 
 
 @pytest.mark.parametrize(("options", "number"), [({}, 8), ({"public_epochs": 3}, 24), ({"consensus": "per_round"}, 9)])
-def test_what_is_counted_as_spoken_of_is_what_an_exchange_uses(options, number):
+def test_spoken_of_counts_the_public_images_that_an_exchange_uses(options, number):
     config, method = build({"method": "fedmd", "public_samples": 9, "public_batch": 4, **options})
     assert spoken_of(config, method) == number
     groups = tasks.setup([(config, method)]).make(1)
-    spoken = len(groups.images) if groups.traits.targets == "round" else groups.public_plan(1).size
-    assert spoken == number
+    used = len(groups.images) if groups.traits.targets == "round" else groups.public_plan(1).size
+    assert used == number
 
 
 def test_tasks_are_listed(capsys):
@@ -352,18 +352,18 @@ def test_a_reconstruction_is_marked_wherever_it_is_listed(method, capsys):
 
 
 @pytest.mark.thorough
-def test_correlation_is_one_over_the_batch_short_of_itself():
-    z = np.random.default_rng(0).normal(size=(1, 12, 3))
-    matrices = np.asarray(correlation_matrices(z))
+def test_correlation_with_itself_is_one_less_one_over_the_batch():
+    logits = np.random.default_rng(0).normal(size=(1, 12, 3))
+    matrices = np.asarray(correlation_matrices(logits))
     np.testing.assert_allclose(np.diagonal(matrices[0]), 11 / 12, 1e-5)
 
 
 @pytest.mark.thorough
-def test_correlations_are_between_ones_own_classes_and_those_of_the_mean():
-    z = np.random.default_rng(1).normal(size=(3, 40, 4))
-    found = np.asarray(correlation_matrices(z))
-    expected = np.corrcoef(z[1].T, z.mean(0).T)[:4, 4:] * 39 / 40
-    np.testing.assert_allclose(found[1], expected, 1e-4, 1e-5)
+def test_correlations_are_between_own_logits_and_mean_logits_by_class():
+    logits = np.random.default_rng(1).normal(size=(3, 40, 4))
+    matrices = np.asarray(correlation_matrices(logits))
+    expected = np.corrcoef(logits[1].T, logits.mean(0).T)[:4, 4:] * 39 / 40
+    np.testing.assert_allclose(matrices[1], expected, 1e-4, 1e-5)
 
 
 def test_a_picture_of_one_participant_can_be_drawn(tmp_path):

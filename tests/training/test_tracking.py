@@ -1,4 +1,4 @@
-"""--track: training does not notice it, and a resumed run writes the same."""
+"""--track: it does not change training, and a resumed run writes the same lines."""
 
 import json
 import shutil
@@ -21,22 +21,22 @@ SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": 
 
 
 def run(folder, **options):
-    """A run of digits; its lines without times."""
+    """Train on digits; returns the rows of metrics without times."""
     runs.run(*build({"method": "fedavg", "clients": 4, "run_dir": folder, **SMALL, **options}))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
 
 
-def test_an_unknown_quantity_is_one_sentence_with_the_nearest():
+def test_an_unknown_quantity_is_refused_with_the_nearest_name():
     with pytest.raises(UserError, match="'angels': did you mean 'angles'"):
         build({"track": "spectrum,angels"})
 
 
 @pytest.mark.thorough
-def test_samples_from_the_host_are_tracked_to_the_same_numbers(tmp_path):
+def test_samples_streamed_from_the_host_are_tracked_to_the_same_numbers(tmp_path):
     options = {"method": "fedmr", "track": ",".join(ALL), "cohort": 2, "rounds": 2}
-    places = {"device": {}, "stream": {"data_memory": 10}}
-    rows = [run(tmp_path / where, data=where, **options, **more) for where, more in places.items()]
+    storages = {"device": {}, "stream": {"data_memory": 10}}
+    rows = [run(tmp_path / storage, data=storage, **options, **overrides) for storage, overrides in storages.items()]
     assert rows[0] == rows[1]
     assert (tmp_path / "device" / TRACK).read_text() == (tmp_path / "stream" / TRACK).read_text()
 
@@ -46,23 +46,23 @@ def test_a_quantity_named_twice_is_tracked_once():
 
 
 @pytest.mark.parametrize("method", ["fml", "fedrep", "fedgela"])
-def test_training_that_is_repeated_for_tracking_knows_the_traits_of_the_method(method):
-    own = METHODS[method]().traits()
-    assert Watched(METHODS[method](), (), print).traits() == own._replace(summary=None)
+def test_training_repeated_for_tracking_has_the_traits_of_the_method(method):
+    traits = METHODS[method]().traits()
+    assert Watched(METHODS[method](), (), print).traits() == traits._replace(summary=None)
 
 
-def test_a_run_is_looked_at_with_its_seed_and_its_options(tmp_path, monkeypatch):
-    told = []
+def test_the_tracker_gets_the_seed_and_the_options_of_the_run(tmp_path, monkeypatch):
+    calls = []
 
-    def made(names, simulation, seed, *, local):
-        told.append((names, seed, local))
+    def make_tracker(names, simulation, seed, *, local):
+        calls.append((names, seed, local))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tracking, "Tracker", made)
+    monkeypatch.setattr(tracking, "Tracker", make_tracker)
     for local in (True, False):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / str(local), track="intra,angles", track_local=local, seed=3)
-    assert told == [(("intra", "angles"), 3, True), (("intra", "angles"), 3, False)]
+    assert calls == [(("intra", "angles"), 3, True), (("intra", "angles"), 3, False)]
 
 
 def lines_of(folder):
@@ -80,7 +80,7 @@ def interrupted(whole, folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that tracks everything, and its lines."""
+    """The folder of a run that tracks every quantity, and its rows of metrics without times."""
     folder = tmp_path_factory.mktemp("tracked") / "run"
     return folder, run(folder, track=",".join(ALL))
 
@@ -108,18 +108,18 @@ def test_a_resumed_run_tracks_the_same_bytes(whole, tmp_path):
 
 
 @pytest.mark.thorough
-def test_what_a_resumed_run_tracks_in_addition_begins_there_and_changes_nothing(whole, tmp_path):
+def test_quantities_added_on_resume_begin_there_and_change_nothing(whole, tmp_path):
     folder = interrupted(whole[0], tmp_path / "run")
-    begun = [
+    lines_before = [
         json.dumps({key: json.loads(line)[key] for key in ("round", "angles")}) + "\n" for line in lines_of(folder)
     ]
-    (folder / TRACK).write_text("".join(begun))
+    (folder / TRACK).write_text("".join(lines_before))
     assert run(folder, resume=folder, track=",".join(ALL)) == whole[1]
-    assert lines_of(folder) == [*begun[:2], *lines_of(whole[0])[2:]]
+    assert lines_of(folder) == [*lines_before[:2], *lines_of(whole[0])[2:]]
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_may_cease_to_track(whole, tmp_path):
+def test_a_resumed_run_may_stop_tracking(whole, tmp_path):
     folder = interrupted(whole[0], tmp_path / "run")
     assert run(folder, resume=folder) == whole[1]
     assert lines_of(folder) == lines_of(whole[0])[:2]
@@ -133,7 +133,7 @@ def test_every_second_round_and_the_last_are_tracked(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
-def test_a_picture_is_drawn_where_nothing_is_known(tmp_path, name):
+def test_a_picture_is_drawn_where_no_value_is_known(tmp_path, name):
     rows = [{"round": 1, name: {"global": None, "local": None}}]
     draw(name, {"a": rows, "b": []}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -34,16 +34,16 @@ def federation(sizes, classes=3, seed=0):
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=5), st.sampled_from([0.1, 0.25, 0.5]), st.integers(0, 99))
 def test_each_class_of_each_client_gives_its_share_to_within_one_sample(sizes, share, seed):
     whole = federation(sizes, seed=seed)
-    made = hold_out(whole, share, seed)
+    split = hold_out(whole, share, seed)
     y = whole.dataset.y_train
-    held, left = (class_counts(y, lists, 3) for lists in (made.validation, made.partition.train))
-    np.testing.assert_array_equal(held + left, whole.class_counts)
-    assert (np.abs(held - share * whole.class_counts) <= 1).all()
-    np.testing.assert_array_equal(held.sum(1), np.floor(share * whole.sizes + 0.5))
-    assert not np.intersect1d(made.validation.flat, made.partition.train.flat).size
+    validation_counts, train_counts = (class_counts(y, lists, 3) for lists in (split.validation, split.partition.train))
+    np.testing.assert_array_equal(validation_counts + train_counts, whole.class_counts)
+    assert (np.abs(validation_counts - share * whole.class_counts) <= 1).all()
+    np.testing.assert_array_equal(validation_counts.sum(1), np.floor(share * whole.sizes + 0.5))
+    assert not np.intersect1d(split.validation.flat, split.partition.train.flat).size
 
 
-def test_a_client_without_a_training_sample_left_is_one_sentence():
+def test_a_share_that_leaves_a_client_no_training_sample_is_refused():
     with pytest.raises(UserError, match=r"validation=0\.6 leaves client 1 without a training sample: lower it"):
         hold_out(federation([5, 1]), 0.6, 0)
 
@@ -63,7 +63,7 @@ def test_samples_that_are_dealt_twice_cannot_be_held_out():
         ({"validation": 0.1, "task": "digits_domains"}, "clients with one architecture"),
     ],
 )
-def test_settings_without_a_meaning_are_one_sentence(options, sentence):
+def test_validation_options_without_a_meaning_are_refused(options, sentence):
     with pytest.raises(UserError, match=sentence):
         build(options)
 
@@ -73,15 +73,15 @@ def test_settings_without_a_meaning_are_one_sentence(options, sentence):
 def test_accuracies_on_validation_samples_are_those_of_the_models(method):
     whole = fp.partition(sources.load("digits"), "iid", clients=3)
     history = fp.simulate(whole, method, validation=0.2, **SHORT)
-    row, made = history.rows[-1], hold_out(whole, 0.2, 0)
+    row, split = history.rows[-1], hold_out(whole, 0.2, 0)
     assert 0 <= row["pa_validation"] <= 1
     if method == "fedavg":
-        outputs = history.outputs(made.dataset.x_train[made.validation.flat])
+        outputs = history.outputs(split.dataset.x_train[split.validation.flat])
         predicted = np.argmax(np.asarray(outputs.logits), -1)
-        labels = made.dataset.y_train[made.validation.flat]
+        labels = split.dataset.y_train[split.validation.flat]
         assert row["ga_validation"] == pytest.approx(np.mean(predicted == labels))
-        tests = np.argmax(np.asarray(history.outputs(made.dataset.x_test).logits), -1)
-        assert row["ga"] == pytest.approx(np.mean(tests == made.dataset.y_test))
+        predicted_tests = np.argmax(np.asarray(history.outputs(split.dataset.x_test).logits), -1)
+        assert row["ga"] == pytest.approx(np.mean(predicted_tests == split.dataset.y_test))
 
 
 @pytest.mark.thorough
@@ -89,16 +89,18 @@ def test_accuracies_on_validation_samples_are_those_of_the_models(method):
 def test_clients_that_exchange_answers_are_measured_on_validation_samples_too(method):
     whole = fp.partition(sources.load("digits"), "pcdd", clients=5, classes_per_client=2)
     history = fp.simulate(whole, method, validation=0.2, **SHORT)
-    row, made = history.rows[-1], hold_out(whole, 0.2, 0)
-    images, labels = (x[made.validation.flat] for x in (made.dataset.x_train, made.dataset.y_train))
-    hits = np.array([np.argmax(np.asarray(history.outputs(images, client=k).logits), -1) == labels for k in range(5)])
-    assert row["ga_validation"] == pytest.approx(hits.mean())
-    owners = np.repeat(np.arange(5), made.validation.sizes)
-    own = [hits[k, owners == k].mean() for k in range(5)]
-    assert row["pa_validation"] == pytest.approx(np.mean(own))
+    row, split = history.rows[-1], hold_out(whole, 0.2, 0)
+    images, labels = (x[split.validation.flat] for x in (split.dataset.x_train, split.dataset.y_train))
+    correct = np.array(
+        [np.argmax(np.asarray(history.outputs(images, client=k).logits), -1) == labels for k in range(5)]
+    )
+    assert row["ga_validation"] == pytest.approx(correct.mean())
+    owners = np.repeat(np.arange(5), split.validation.sizes)
+    own_accuracies = [correct[k, owners == k].mean() for k in range(5)]
+    assert row["pa_validation"] == pytest.approx(np.mean(own_accuracies))
 
 
-def test_several_architectures_keep_no_samples_out():
+def test_several_architectures_refuse_validation_samples():
     whole = fp.partition(sources.load("digits"), "iid", clients=2)
     with pytest.raises(UserError, match="one architecture"):
         fp.simulate(whole, "fedmd", models="mlp,mcmahan_cnn", validation=0.2, **SHORT)
@@ -107,9 +109,9 @@ def test_several_architectures_keep_no_samples_out():
 
 
 @pytest.mark.thorough
-def test_a_run_records_them_and_its_best_round_is_that_of_the_samples_asked_for(tmp_path):
-    given = {"rounds": 4, "validation": 0.2, "select_on": "validation", "clients": 3, "lr": 0.1, "quiet": True}
-    run(*build(SHORT | given | {"run_dir": tmp_path / "run"}))
+def test_a_run_records_validation_and_its_best_round_is_chosen_by_it(tmp_path):
+    options = {"rounds": 4, "validation": 0.2, "select_on": "validation", "clients": 3, "lr": 0.1, "quiet": True}
+    run(*build(SHORT | options | {"run_dir": tmp_path / "run"}))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     chosen = max(rows, key=lambda row: row["ga_validation"])
@@ -119,14 +121,14 @@ def test_a_run_records_them_and_its_best_round_is_that_of_the_samples_asked_for(
     assert {"validation", "train"} <= set(np.load(tmp_path / "run/partition.npz"))
 
 
-def test_the_partition_of_a_run_has_the_validation_samples_that_are_asked_for(tmp_path):
+def test_a_saved_partition_gives_its_validation_samples_if_asked_for(tmp_path):
     file = tmp_path / "lists.npz"
     whole = federate(build({"clients": 4, "beta": 1.0, "validation": 0.3})[0])
     save_partition(whole.partition, file, {"validation": whole.validation})
     options = {"partition": str(file)}
-    again = federate(build(options | {"validation": 0.3})[0])
-    np.testing.assert_array_equal(again.validation.flat, whole.validation.flat)
-    np.testing.assert_array_equal(again.sizes, whole.sizes)
+    reloaded = federate(build(options | {"validation": 0.3})[0])
+    np.testing.assert_array_equal(reloaded.validation.flat, whole.validation.flat)
+    np.testing.assert_array_equal(reloaded.sizes, whole.sizes)
     without = federate(build(options)[0])
     assert without.validation is None
     np.testing.assert_array_equal(without.sizes, whole.sizes + whole.validation.sizes)
@@ -137,15 +139,15 @@ def test_the_partition_of_a_run_has_the_validation_samples_that_are_asked_for(tm
 
 @pytest.mark.thorough
 def test_validation_samples_that_a_federation_has_are_recorded_and_used():
-    small = {"rounds": 2, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "model": "mlp"}
+    options = {"rounds": 2, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "model": "mlp"}
     plain = fp.partition(fp.load_dataset("digits"), clients=4, beta=1.0)
-    held = fp.simulate(plain, validation=0.1, **small)
-    again = fp.simulate(held.federation, select_on="validation", **small)
-    assert again.config.validation == pytest.approx(0.1, abs=0.01)
-    assert again.summary["selected_on"] == "validation"
-    assert again.ga.tolist() == held.ga.tolist()
+    first = fp.simulate(plain, validation=0.1, **options)
+    repeated = fp.simulate(first.federation, select_on="validation", **options)
+    assert repeated.config.validation == pytest.approx(0.1, abs=0.01)
+    assert repeated.summary["selected_on"] == "validation"
+    assert repeated.ga.tolist() == first.ga.tolist()
     with pytest.raises(UserError, match=r"keeps 0\.0999 of its samples for validation, not 0\.5"):
-        fp.simulate(held.federation, validation=0.5, **small)
+        fp.simulate(first.federation, validation=0.5, **options)
 
 
 def test_the_first_round_of_the_best_validation_accuracy_is_chosen():
@@ -166,32 +168,32 @@ def test_balanced_accuracy_is_the_mean_recall_of_the_classes_that_occur():
 
 
 @pytest.mark.parametrize("options", [{"lost_share": 0.5}, {"availability": "model"}])
-def test_clients_that_exchange_models_refuse_what_they_cannot_do(tmp_path, capsys, options):
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    assert main(["--method=fedmd", "--clients=3", "--rounds=1", *words, f"--run-dir={tmp_path / 'run'}"]) == 2
+def test_clients_that_exchange_answers_refuse_dropout_and_availability(tmp_path, capsys, options):
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert main(["--method=fedmd", "--clients=3", "--rounds=1", *arguments, f"--run-dir={tmp_path / 'run'}"]) == 2
     assert "are always there" in capsys.readouterr().err
 
 
-def test_a_task_has_nothing_to_calibrate(tmp_path, capsys):
-    words = ["--task=digits_domains", "--method=fedavg", "--models=mlp", "--calibrate=ccvr", "--rounds=1"]
-    assert main([*words, f"--run-dir={tmp_path / 'run'}"]) == 2
+def test_a_task_refuses_calibration(tmp_path, capsys):
+    arguments = ["--task=digits_domains", "--method=fedavg", "--models=mlp", "--calibrate=ccvr", "--rounds=1"]
+    assert main([*arguments, f"--run-dir={tmp_path / 'run'}"]) == 2
     assert "not for a task" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
-def test_a_run_with_parts_from_outside_is_a_preset(tmp_path, capsys):
+def test_the_configuration_of_a_run_with_a_method_from_a_file_is_a_preset(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import fedjax_pcdd as fp\nfrom flax import struct\n\n\n@struct.dataclass\nclass Own(fp.Method):\n    pass\n"
     )
-    small = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--clients=3"]
-    assert main([f"--method={tmp_path}/mine.py:Own", *small, f"--run-dir={tmp_path / 'a'}"]) == 0
+    arguments = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--clients=3"]
+    assert main([f"--method={tmp_path}/mine.py:Own", *arguments, f"--run-dir={tmp_path / 'a'}"]) == 0
     assert main([f"--preset={tmp_path}/a/config.yaml", f"--run-dir={tmp_path / 'b'}"]) == 0
-    rows = [(tmp_path / one / "metrics.jsonl").read_text().split('"seconds"')[0] for one in "ab"]
+    rows = [(tmp_path / folder / "metrics.jsonl").read_text().split('"seconds"')[0] for folder in "ab"]
     assert rows[0] == rows[1]
 
 
-def test_a_task_is_not_augmented(tmp_path, capsys):
+def test_a_task_refuses_an_augmentation(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def same(images, key):\n    return images\n")
-    words = ["--task=digits_domains", "--method=fedavg", "--rounds=1", f"--augmentation={tmp_path}/mine.py:same"]
-    assert main([*words, f"--run-dir={tmp_path / 'run'}"]) == 2
+    arguments = ["--task=digits_domains", "--method=fedavg", "--rounds=1", f"--augmentation={tmp_path}/mine.py:same"]
+    assert main([*arguments, f"--run-dir={tmp_path / 'run'}"]) == 2
     assert "drop --augmentation" in capsys.readouterr().err
