@@ -113,15 +113,15 @@ def points(most_clients: int, rounds: int) -> Iterator[Point]:
             yield point(name, beta, workload, federated, cohort=50, lanes=lanes, rounds=rounds, of="steps")
 
 
-def draw(found: list[Point], path: str) -> None:
+def draw(points: list[Point], path: str) -> None:
     """One logarithmic panel for each series."""
     from matplotlib.figure import Figure
 
     panels = ("clients", "cohort", "lanes", "parameters", "beta")
     figure = Figure(figsize=(15, 3), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for series in dict.fromkeys(p.series for p in found if p.series.startswith(panel)):
-            members = [p for p in found if p.series == series]
+        for series in dict.fromkeys(p.series for p in points if p.series.startswith(panel)):
+            members = [p for p in points if p.series == series]
             axes.plot([p.x for p in members], [p.seconds for p in members], marker="o", label=series)
         axes.set(xscale="log", yscale="log", xlabel=panel, ylabel="s a round")
         axes.grid(alpha=0.3)
@@ -129,11 +129,11 @@ def draw(found: list[Point], path: str) -> None:
     figure.savefig(path, dpi=100)
 
 
-def markdown(machine: dict, found: list[Point]) -> str:
+def markdown(machine: dict, points: list[Point]) -> str:
     """The table, with a line for each point."""
     head = "| series | x | s a round | ms per client, sample or step | lanes | compile, s | peak MiB so far |"
     lines = [head, "|---" * 7 + "|"]
-    for p in found:
+    for p in points:
         cells = (p.series, p.x, f"{p.seconds:.4f}", f"{1e3 * p.per:.4f}", p.lanes, f"{p.compile_seconds:.1f}")
         lines.append(f"| {' | '.join(map(str, cells))} | {p.peak_memory_mb:.0f} |")
     machine_text = f"{machine['cpu']}, {machine['cores']} cores, jax {jax.__version__} ({jax.default_backend()})"

@@ -158,8 +158,7 @@ def test_every_command_of_the_documentation_parses(registered, words, monkeypatc
     argv = [word.replace("METHOD", method) for word in argv]
     if script.endswith("/run.py"):
         options = cli.scan(argv)
-        if "resume" not in options:
-            assert information(options) or cli.configure(options)
+        assert "resume" in options or information(options) or cli.configure(options)
     elif script.endswith("/sweep.py"):
         options = {name: text for name, text in cli.scan(argv).items() if name not in sweep.OPTIONS}
         assert all(cli.configure(experiment.given) for experiment in grid.expand(options))

@@ -283,7 +283,7 @@ class Groups:
         assert self.public is not None  # `_check` has seen to it
         total, epochs = len(self.public.images), range(self.method.public_epochs)  # pyright: ignore[reportAttributeAccessIssue]
         batch = min(self.public.batch, total)
-        permutations = [schedule.stream(self.seed, round, schedule.NOBODY, e).permutation(total) for e in epochs]
+        permutations = [schedule.stream(self.seed, round, schedule.NO_CLIENT, e).permutation(total) for e in epochs]
         return np.concatenate([x[: total // batch * batch] for x in permutations]).reshape(-1, batch).astype(np.int32)
 
     def step(self, state: State, round: int, plan=None) -> tuple[State, Report]:

@@ -26,7 +26,7 @@ from fedjax_pcdd.trees import select
 
 # Stands for a client in draws for a whole round: the cohort or, where all take part and exchange answers, the order of
 # the public images.
-NOBODY = 2**63
+NO_CLIENT = 2**63
 
 
 class Plan(NamedTuple):
@@ -111,7 +111,7 @@ def cohort(seed: int, round: int, able: np.ndarray, size: int, available: np.nda
     able = able if available is None else able[available[able]]
     if size >= len(able):
         return able
-    return able[np.sort(stream(seed, round, NOBODY, 0).choice(len(able), size, replace=False))]
+    return able[np.sort(stream(seed, round, NO_CLIENT, 0).choice(len(able), size, replace=False))]
 
 
 def batches_per_epoch(samples: Any, batch: int, rule: LastBatch) -> Any:

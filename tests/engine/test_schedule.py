@@ -122,7 +122,7 @@ def test_streams_differ_in_every_coordinate():
     assert len({schedule.stream(*map(int, coordinate)).integers(2**62) for coordinate in coordinates}) == 5
 
 
-@pytest.mark.parametrize("client", [0, 7, schedule.NOBODY])
+@pytest.mark.parametrize("client", [0, 7, schedule.NO_CLIENT])
 def test_a_stream_does_not_depend_on_what_was_drawn_before(client):
     draws, counter = schedule.streams(5, 3), np.array([0, 0, client, 1], np.uint64)
     draws(2, 0).integers(9, size=7, dtype=np.int32)  # seven of 32 bits leave half of a 64-bit number behind

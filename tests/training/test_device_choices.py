@@ -289,11 +289,6 @@ def test_a_damaged_record_of_rules_is_refused_in_a_sentence():
         chosen_convolutions({"lanes": 1, "convolutions": [{"name": "forward"}]})
 
 
-def test_a_run_that_recorded_no_rules_times_nothing_when_it_is_resumed(unmeasured, timed):
-    assert chosen_convolutions({}) is None
-    assert not timed
-
-
 def test_with_an_empty_xdg_cache_home_the_cache_is_below_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "")
@@ -301,14 +296,15 @@ def test_with_an_empty_xdg_cache_home_the_cache_is_below_the_home_folder(monkeyp
 
 
 def test_models_without_recorded_rules_take_the_packaged_table():
-    assert chosen_convolutions({"lanes": 1}) is None
+    assert chosen_convolutions({}) is chosen_convolutions({"lanes": 1}) is None
     assert choices.in_use() == Choices()
 
 
 @pytest.mark.thorough
-def test_participants_of_several_architectures_are_timed_together(unmeasured, timed):
+def test_nothing_is_timed_for_participants_without_convolutions(unmeasured, timed):
     config, _ = build({"method": "fedmd", "quiet": True})
-    groups = toy.groups()
-    assert device_choices.convolutions_of(config, groups, groups.start(), None, pytest.fail) is None  # an mlp has none
+    groups = toy.groups()  # of perceptrons
+    assert device_choices.convolutions_of(config, groups, groups.start(), None, pytest.fail) is None
+    assert not timed
     model = Classifier(mcmahan_cnn(), 4)
     assert len(tuning.operations(model, (5, 5, 1), 8, 1, jnp.float32)) == 5
