@@ -124,7 +124,7 @@ SHARES = ALL_COUNTS / ALL_COUNTS.sum(1, keepdims=True)
 WEIGHTS = ALL_COUNTS.sum(1) / ALL_COUNTS.sum()
 
 
-@pytest.mark.parametrize(("phi", "curve"), [("sqrt", np.sqrt), ("exp", np.exp)])
+@pytest.mark.parametrize(("phi", "function"), [("sqrt", np.sqrt), ("exp", np.exp)])
 def test_sqrt_and_exp_of_the_shares_are_by_default_scaled_by_the_server(phi, function):
     method, client_context = configured(without_layers(phi=phi))
     assert method.gamma == "serverscaled"
