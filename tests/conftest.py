@@ -24,6 +24,7 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 import toy  # noqa: E402
+from golden_vectors import PRECISIONS  # noqa: E402
 
 # Tracing makes many long-lived objects: a search for garbage among them and the imported modules seldom finds any.
 gc.freeze()
@@ -54,6 +55,14 @@ def x64():
     """Run a test in float64, as the golden vectors require."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(params=PRECISIONS)
+def precision(request):
+    """Run a test in float64 and in float32."""
+    if request.param == "float64":
+        request.getfixturevalue("x64")
+    return PRECISIONS[request.param]
 
 
 # JAX makes a context for each program it lowers, a fifth of the cost of a small program; a thread can keep one. The

@@ -1,8 +1,10 @@
-"""Finds the golden vectors: `<family>_<case>.npz` in the folder PCDD_GOLDEN, by default tests/golden."""
+"""The golden vectors: `<family>_<case>.npz` in the folder PCDD_GOLDEN, by default tests/golden; comparisons."""
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -30,3 +32,23 @@ def cases(family: str):
     if not files:
         raise FileNotFoundError(f"no golden vectors {family}_*.npz in {FOLDER}")
     return [pytest.param(_load(f), id=f.stem) for f in files]
+
+
+class Precision(NamedTuple):
+    """A floating-point type and the tolerances of what is computed in it."""
+
+    dtype: str
+    rtol: float
+    rtol_correlations: float  # of gradients of standardised features' correlations, in which large terms cancel
+    atol: float  # for values that are nearly 0 by cancellation
+
+    def array(self, values):
+        return jnp.asarray(values, self.dtype)
+
+
+PRECISIONS = {"float64": Precision("float64", 1e-9, 1e-9, 1e-9), "float32": Precision("float32", 2e-5, 5e-4, 1e-6)}
+
+
+def assert_close(actual, expected, rtol, atol=0.0):
+    """Relative to each entry, or to the largest one where an entry is a small difference."""
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=max(atol, rtol * np.max(np.abs(expected))))

@@ -18,6 +18,7 @@ from fedjax_pcdd.engine.program import OPTIMISER
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local
+from fedjax_pcdd.testing import leaves
 
 ORDERED = {"shuffle": False}  # every epoch has the same batches, so two rounds of one epoch equal one of two
 
@@ -30,10 +31,6 @@ def solo(epochs, *, optimizer="sgd", lanes=1, **options):
         model, [Experiment(federation, method, local, 0)], pipeline=toy.PLAIN, cohort=5, rounds=3,
         **toy.options(lanes=lanes, **options),
     )  # fmt: skip
-
-
-def arrays(tree):
-    return [np.array(x) for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.thorough
@@ -75,7 +72,7 @@ def test_participants_keep_the_momentum_of_the_private_model():
     (statistics,) = state.statistics
     momentum = [tree for tree in jax.tree.leaves(statistics[OPTIMISER], is_leaf=lambda x: isinstance(x, dict)) if tree]
     assert set(momentum[0]) == {"private", "meme"}
-    assert all(np.abs(x).max() > 0 for x in arrays(momentum[0]["private"]))
+    assert all(np.abs(x).max() > 0 for x in leaves(momentum[0]["private"]))
 
 
 @pytest.mark.thorough

@@ -10,14 +10,11 @@ from flax import struct
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Message, Method, Traits
 from fedjax_pcdd.methods.method import Summary
-
-
-def arrays(tree):
-    return [np.array(x) for x in jax.tree.leaves(tree)]
+from fedjax_pcdd.testing import leaves
 
 
 def assert_same(actual, expected):
-    for a, b in zip(arrays(actual), arrays(expected), strict=True):
+    for a, b in zip(leaves(actual), leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -28,17 +25,17 @@ without_steps = pytest.mark.parametrize("name", ["fednova", "moon", "feddyn", "f
 @without_steps
 def test_a_client_without_steps_keeps_its_state_and_causes_no_nan(name):
     simulated = toy.simulation(name, last_batch="strict", cohort=5)
-    before = arrays(jax.tree.map(lambda x: x[0], simulated.start().clients))  # client 0 has one sample, a batch 8
+    before = leaves(jax.tree.map(lambda x: x[0], simulated.start().clients))  # client 0 has one sample, a batch 8
     state, _ = simulated.step(simulated.start(), 0)
     assert_same(jax.tree.map(lambda x: x[0], state.clients), before)
-    assert all(np.isfinite(x).all() for x in arrays(state))
+    assert all(np.isfinite(x).all() for x in leaves(state))
 
 
 @pytest.mark.thorough
 @without_steps
 def test_a_cohort_without_steps_changes_nothing(name):
     simulated = toy.simulation(name, last_batch="strict", cohort=5)
-    before = arrays(simulated.start())
+    before = leaves(simulated.start())
     state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([0])]))
     assert_same(state, before)
 
@@ -48,7 +45,7 @@ def test_a_cohort_without_steps_changes_nothing(name):
 def test_a_cohort_without_weight_does_not_train(name):
     simulated = toy.simulation(name, weights="batches", batch_size=30, cohort=1)
     round = next(r for r in range(9) if simulated.clients_of(r)[0] != 4)  # client 4 alone has a full batch
-    before = arrays(simulated.start())
+    before = leaves(simulated.start())
     state, _ = simulated.step(simulated.start(), round)
     assert_same(state, before)
 
@@ -76,7 +73,7 @@ class Starting(Method):
 def test_training_starts_from_the_statistics_of_the_client_if_they_are_local():
     simulated = toy.simulation(method=Starting(), cohort=5, local_statistics=True)
     state, _ = simulated.step(simulated.start(), 0)
-    statistics, params = arrays(state.statistics), arrays(state.servers.variables["params"])
+    statistics, params = leaves(state.statistics), leaves(state.servers.variables["params"])
     state, _ = simulated.step(state, 1)
     assert_same(state.clients["batch_stats"], statistics)
     assert_same(jax.tree.map(lambda x: x[:1], state.clients["params"]), params)

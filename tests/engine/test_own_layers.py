@@ -30,6 +30,7 @@ from fedjax_pcdd.methods.method import Batch, Local, Method, hyperparameter
 from fedjax_pcdd.methods.moon import Client
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.layers import BatchNorm
+from fedjax_pcdd.testing import leaves
 
 
 class Normed(nn.Module):
@@ -120,21 +121,17 @@ def simulated(
     return toy.shared(Simulation(model, [experiment], pipeline=toy.PLAIN, **simulation_options))
 
 
-def arrays(tree):
-    return [np.array(x) for x in jax.tree.leaves(tree)]
-
-
 def assert_close(actual, expected):
-    for a, b in zip(arrays(actual), arrays(expected), strict=True):
+    for a, b in zip(leaves(actual), leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, 1e-5, 1e-5)
 
 
 @pytest.mark.thorough
 def test_layers_of_clients_that_did_not_train_do_not_move():
     simulation = simulated()
-    before = arrays(simulation.start().statistics[LAYERS])
+    before = leaves(simulation.start().statistics[LAYERS])
     state, _ = simulation.step(simulation.start(), 0)
-    changed = [(a != b).reshape(5, -1).any(1) for a, b in zip(arrays(state.statistics[LAYERS]), before, strict=True)]
+    changed = [(a != b).reshape(5, -1).any(1) for a, b in zip(leaves(state.statistics[LAYERS]), before, strict=True)]
     np.testing.assert_array_equal(np.flatnonzero(np.any(changed, axis=0)), simulation.clients_of(0)[0])
 
 
@@ -149,7 +146,7 @@ def test_lanes_blocks_and_client_state_do_not_change_results(options):
 def test_local_layers_change_nothing_in_a_model_without_normalisation():
     mlp = perceptron(norm=False)
     states = [toy.train(simulated(model=mlp, local_layers=local_layers), (0, 1))[0] for local_layers in (True, False)]
-    for a, b in zip(arrays(states[0]), arrays(states[1]), strict=True):
+    for a, b in zip(leaves(states[0]), leaves(states[1]), strict=True):
         np.testing.assert_array_equal(a, b)
     assert simulated(model=mlp).methods.traits() == METHODS["fedavg"]().traits()
 
@@ -266,12 +263,12 @@ class OnlyLayers(FedProx):
 @pytest.mark.thorough
 def test_a_proximal_term_covers_the_shared_parameters_alone():
     proximal, free = (toy.train(simulated(method=OnlyLayers(mu=mu)), (0,))[0] for mu in (5.0, 0.0))
-    for a, b in zip(arrays(proximal.statistics), arrays(free.statistics), strict=True):
+    for a, b in zip(leaves(proximal.statistics), leaves(free.statistics), strict=True):
         np.testing.assert_array_equal(a, b)
     shared_proximal, _ = toy.train(simulated(method=OnlyLayers(mu=5.0), local_layers=False), (0,))
     shared_free, _ = toy.train(simulated(method=OnlyLayers(mu=0.0), local_layers=False), (0,))
     assert any(
-        (a != b).any() for a, b in zip(arrays(shared_proximal.servers), arrays(shared_free.servers), strict=True)
+        (a != b).any() for a, b in zip(leaves(shared_proximal.servers), leaves(shared_free.servers), strict=True)
     )
 
 

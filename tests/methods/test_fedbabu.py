@@ -12,17 +12,14 @@ from flax import struct
 from fedjax_pcdd.api.runs import run
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedbabu import FedBABU
+from fedjax_pcdd.testing import leaves
 from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.fine_tuning import fine_tuned
 
 
-def arrays(tree):
-    return [np.array(x) for x in jax.tree.leaves(tree)]
-
-
 def moved(before, after, part):
     """For each client, whether its parameters [K, ...] of a part differ from the earlier ones [1, ...]."""
-    leaf_pairs = zip(arrays(before["params"][part]), arrays(after["params"][part]), strict=True)
+    leaf_pairs = zip(leaves(before["params"][part]), leaves(after["params"][part]), strict=True)
     return np.any([(a != b).any(axis=tuple(range(1, a.ndim))) for a, b in leaf_pairs], axis=0)
 
 

@@ -1,12 +1,10 @@
 """Losses and ETF classifiers of the methods for label skew against the golden vectors, in float64 and in float32."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_vectors import cases
+from golden_vectors import assert_close, cases
 
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.decorrelation import batch_decorrelation
@@ -20,28 +18,6 @@ from fedjax_pcdd.losses.masked_distillation import (
 from fedjax_pcdd.losses.uniformity import prediction_variance, uniformity
 from fedjax_pcdd.losses.vacant_classes import calibrated_cross_entropy, logit_suppression
 from fedjax_pcdd.models.etf import etf_from, separation, sparse_etf
-
-
-class Precision(NamedTuple):
-    dtype: str
-    rtol: float
-    atol: float  # for values that are nearly 0 by cancellation
-
-    def array(self, values):
-        return jnp.asarray(values, self.dtype)
-
-
-@pytest.fixture(params=["float64", "float32"])
-def precision(request):
-    if request.param == "float64":
-        request.getfixturevalue("x64")
-        return Precision("float64", 1e-9, 1e-9)
-    return Precision("float32", 2e-5, 1e-6)
-
-
-def assert_close(actual, expected, rtol, atol=0.0):
-    """Relative to each entry, or to the largest one where an entry is a small difference."""
-    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=max(atol, rtol * np.max(np.abs(expected))))
 
 
 def value_and_gradient(loss):
