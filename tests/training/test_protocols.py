@@ -102,9 +102,9 @@ def test_a_protocol_changes_no_weight_and_no_other_number():
     last, *others = ([other_numbers(row) for row in run.history.rows] for run in runs.values())
     for rows in others:
         assert all(row | last_row == row for row, last_row in zip(rows, last, strict=True))
-    first, *histories = (run.history for run in runs.values())
-    for history in histories:
-        jax.tree.map(np.testing.assert_array_equal, first.variables, history.variables)
+    first, *finals = (run.variables for run in runs.values())
+    for final in finals:
+        jax.tree.map(np.testing.assert_array_equal, first, final)
     for name, run in runs.items():
         assert [row["pa"] for row in run.history.rows] == [row[f"pa_{name}"] for row in run.history.rows]
 
