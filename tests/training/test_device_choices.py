@@ -295,9 +295,11 @@ def test_with_an_empty_xdg_cache_home_the_cache_is_below_the_home_folder(monkeyp
     assert device_choices.cache_folder() == tmp_path / ".cache" / "fedjax_pcdd"
 
 
-def test_models_without_recorded_rules_take_the_packaged_table():
-    assert chosen_convolutions({}) is chosen_convolutions({"lanes": 1}) is None
+def test_models_without_recorded_rules_take_the_packaged_table_and_time_nothing(unmeasured, timed):
+    assert chosen_convolutions({}) is None
+    assert chosen_convolutions({"lanes": 1}) is None
     assert choices.in_use() == Choices()
+    assert not timed
 
 
 @pytest.mark.thorough
