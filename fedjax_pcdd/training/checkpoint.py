@@ -11,6 +11,7 @@ of several processes the first writes; if each process holds only its own client
 """
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -20,7 +21,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -33,6 +35,7 @@ from fedjax_pcdd.training.hosts import in_turn, told_by_first
 from fedjax_pcdd.training.named_arrays import Arrays, difference, fill, fingerprint, named, snapshot
 from fedjax_pcdd.training.orbax_folder import REMOVED, check_files, damage, list_files, open_manager, remove_unfinished
 
+_RESTS = 9  # a rest after each paced checkpoint, in times of its own duration
 _MISREAD = re.compile(r"[]\[*?\\:%#\ud800-\udfff]")  # read as patterns or addresses, or not UTF-8
 
 
@@ -62,7 +65,7 @@ class Checkpoints:
         folder: Path,
         *,
         keep: int = 3,
-        every: int = 1,
+        every: int | Literal["auto"] = 1,
         clients_every: int = 1,
         read_only: bool = False,
         say: Say = lambda sentence: print(sentence, file=sys.stderr),
@@ -72,7 +75,8 @@ class Checkpoints:
         Args:
           folder: where the checkpoints live; one process at a time.
           keep: how many of the newest checkpoints to keep; the two newest full ones are always kept.
-          every: rounds between checkpoints.
+          every: rounds between checkpoints. `auto` is every round, unless writing them would then take more than a
+            tenth of the time; several processes, which would have to agree on this, write every round.
           clients_every: every n-th checkpoint is full. A resume starts from a full one, so it repeats up to
             `every * clients_every - 1` rounds; each full one writes all clients' states.
           read_only: leave the folder as it is.
@@ -82,7 +86,10 @@ class Checkpoints:
           UserError: the folder cannot be created or read.
         """
         self._folder = Path(folder).absolute()
-        self._every, self._clients_every, self._keep, self._say = every, clients_every, keep, say
+        self._paced = every == "auto" and jax.process_count() == 1
+        self._every: int = 1 if every == "auto" else every
+        self._clients_every, self._keep, self._say = clients_every, keep, say
+        self._saved, self._next_time = 0, 0.0  # checkpoints so far, and when the next is due if they are paced
         self._full: set[int] = set()
         self._pending: Future | None = None
         self._worker = ThreadPoolExecutor(1, "checkpoint")
@@ -119,8 +126,8 @@ class Checkpoints:
         self.close()
 
     def is_due(self, round: int) -> bool:
-        """Whether a round gets a checkpoint even without `force`."""
-        return round % self._every == 0
+        """Whether a round gets a checkpoint even without `force`; if they are paced, whether it would get one now."""
+        return perf_counter() >= self._next_time if self._paced else round % self._every == 0
 
     def save(self, round: int, server: Any, clients: Any, history: str, *, force: bool = False) -> None:
         """Take a snapshot of the arrays, which may be donated as soon as this returns, and write it in the background.
@@ -140,7 +147,9 @@ class Checkpoints:
         """
         if not (self.is_due(round) or force):
             return
-        full = force or round // self._every % self._clients_every == 0
+        start_time = perf_counter()
+        self._saved += 1
+        full = force or (self._saved if self._paced else round // self._every) % self._clients_every == 0
         changed = self._taken(round, clients) if full and callable(clients) else None
         if not self._writes:
             return
@@ -150,7 +159,9 @@ class Checkpoints:
         snapshots = {"server": snapshot("server", server)}
         if full:
             snapshots["clients"] = {} if changed else snapshot("clients", clients)
+        self._next_time = math.inf
         self._pending = self._worker.submit(self._write, round, snapshots, history, changed)
+        self._pending.add_done_callback(lambda write: self._rest(write, start_time))
 
     def _taken(self, round: int, clients: Callable) -> "_Taken":
         """The changed states of this process's clients; if there are other processes, those write theirs now."""
@@ -175,6 +186,11 @@ class Checkpoints:
         checksums = np.asarray(multihost_utils.process_allgather(np.array(part.files, np.uint32)))
         parts = [Part(p, files.tolist()) for p, files in enumerate(checksums)][1:]
         return _Taken(own_changes.rows, values, changed.states, parts)
+
+    def _rest(self, write: Future, start_time: float) -> None:
+        """Set when the next checkpoint is due; at once if this one failed, so that the next round reports it."""
+        time = perf_counter()
+        self._next_time = 0.0 if write.exception() else time + _RESTS * (time - start_time)
 
     def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
         """The newest intact full checkpoint, bit for bit; every newer one is removed, to be written again.

@@ -211,7 +211,8 @@ class RunConfig:
     run_dir: Path | None = run_option(None, "run",
         "folder of this run; by default runs/METHOD-DATASET-PARTITION-sSEED, with a number if that exists")
     resume: Path | None = run_option(None, "run", "folder of a run to continue with the options it was started with")
-    checkpoint_every: int = run_option(1, "run", "rounds between checkpoints", low=1)
+    checkpoint_every: Literal["auto"] | int = run_option("auto", "run",
+        "rounds between checkpoints; auto: 1, or as many as keep writing to a tenth of the time", low=1)
     checkpoint_clients_every: int = run_option(1, "run",
         "only every n-th checkpoint holds the clients' states; resuming goes back to one that does", low=1)
     keep: int = run_option(3, "run", "number of checkpoints to keep; the one before the last is the fallback", low=2)

@@ -1,5 +1,6 @@
 """Checkpoints survive what happens to runs: kills, full disks, damaged files, donated buffers."""
 
+import errno
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ import pytest
 
 from fedjax_pcdd.engine import program
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.training import named_arrays
+from fedjax_pcdd.training import checkpoint, named_arrays
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.metrics import History
 from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
@@ -166,6 +168,74 @@ def test_every_thins_checkpoints_and_force_overrides_it(tmp_path, opened):
     checkpoints.save(7, server(7), clients(7), "{}", force=True)
     checkpoints.wait()
     assert rounds_in(tmp_path) == [4, 7]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that moves by itself only while a checkpoint is written, by two seconds."""
+    clock, write = SimpleNamespace(seconds=100.0), Checkpoints._write
+
+    def slow_write(self, *arguments):
+        clock.seconds += 2
+        return write(self, *arguments)
+
+    monkeypatch.setattr(checkpoint, "perf_counter", lambda: clock.seconds)
+    monkeypatch.setattr(Checkpoints, "_write", slow_write)
+    return clock
+
+
+def test_paced_checkpoints_take_a_tenth_of_the_time(tmp_path, opened, clock):
+    checkpoints = opened(every="auto", keep=9)
+    save(checkpoints, 1, 2)
+    assert not checkpoints.is_due(2)
+    clock.seconds += 17.9
+    save(checkpoints, 3)
+    clock.seconds += 0.2
+    assert checkpoints.is_due(4)
+    save(checkpoints, 4, 5)
+    assert rounds_in(tmp_path) == [1, 4]
+
+
+def test_a_paced_checkpoint_is_not_due_while_one_is_being_written(opened, monkeypatch):
+    may_write, write = threading.Event(), Checkpoints._write
+    monkeypatch.setattr(Checkpoints, "_write", lambda self, *a: (may_write.wait(60), write(self, *a)))
+    monkeypatch.setattr(checkpoint, "_RESTS", 0)
+    checkpoints = opened(every="auto")
+    checkpoints.save(1, server(1), clients(1), "{}")
+    assert not checkpoints.is_due(2)
+    may_write.set()
+    checkpoints.wait()
+    assert checkpoints.is_due(2)
+
+
+def test_force_overrides_the_pace(tmp_path, opened, clock):
+    checkpoints = opened(every="auto")
+    save(checkpoints, 1, 2)
+    checkpoints.save(3, server(3), clients(3), "{}", force=True)
+    checkpoints.wait()
+    assert rounds_in(tmp_path) == [1, 3]
+
+
+def test_clients_every_counts_paced_checkpoints(opened, clock):
+    checkpoints = opened(every="auto", clients_every=2, keep=9)
+    for round in (1, 2, 5, 6, 7):
+        save(checkpoints, round)
+        clock.seconds += 6 if round == 2 else 20
+    assert checkpoints.newest_full == 7
+
+
+def test_a_failed_write_is_reported_after_the_next_round_without_a_rest(opened, clock, monkeypatch):
+    def fail(*_):
+        clock.seconds += 2
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Checkpoints, "_write", fail)
+    checkpoints = opened(every="auto")
+    checkpoints.save(1, server(1), clients(1), "{}")
+    while not checkpoints.is_due(2):
+        time.sleep(0.01)
+    with pytest.raises(UserError, match="no space left"):
+        checkpoints.save(2, server(2), clients(2), "{}")
 
 
 def test_clients_every_counts_checkpoints_not_rounds(opened):
