@@ -154,7 +154,8 @@ def kill(number: int, folder: Path) -> dict:
     rng, all_kinds = random.Random(number), kinds()
     kind, options = all_kinds[number % len(all_kinds)]
     rounds = rng.choice([6, 20])
-    options = [*options, f"--rounds={rounds}", *rng.choice([[], ["--checkpoint-every=3"], ["--keep=2"]])]
+    checkpoints = [[], ["--checkpoint-every=1"], ["--checkpoint-every=1", "--keep=2"], ["--checkpoint-every=3"]]
+    options = [*options, f"--rounds={rounds}", *rng.choice(checkpoints)]
     start_time = time.monotonic()
     code, err = ended(start(command(kind, options, folder / "whole", resume=False)[: 1 if "sweep" in kind else None]))
     duration = time.monotonic() - start_time
@@ -186,7 +187,7 @@ def interrupted(folder: Path) -> list:
     from fedjax_pcdd.cli.options import configure, scan
     from fedjax_pcdd.training.callbacks import Function
 
-    options = ["--method=scaffold", *SPLIT, *SMALL, "--rounds=6", "--track=angles"]
+    options = ["--method=scaffold", *SPLIT, *SMALL, "--rounds=6", "--track=angles", "--checkpoint-every=1"]
 
     def stop(training, _):
         if training.round == 4:
@@ -227,7 +228,7 @@ def damage(number: int, original: Path, folder: Path, expected: list) -> dict:
     return {"fault": fault, "kind": name, "outcome": verdict, "why": why}
 
 
-FILLED = ["--method=scaffold", *SPLIT, *SMALL, "--rounds=5"]
+FILLED = ["--method=scaffold", *SPLIT, *SMALL, "--rounds=5", "--checkpoint-every=1"]
 
 
 def undisturbed(folder: Path) -> list:
