@@ -45,6 +45,18 @@ def test_round_time_prints_one_json_line():
     assert min(record["bare_s"], record["matrix_s"], record["matrix_gflops"]) > 0
 
 
+@pytest.mark.thorough
+def test_checkpoints_are_counted_where_each_round_writes_one(tmp_path):
+    completed = run(
+        *("-m", "benchmarks.checkpoints", "--workloads", "digits", "--rounds=15", "--repeats=1"),
+        f"--out={tmp_path / 'out'}",
+    )
+    assert completed.returncode == 0, completed.stderr
+    rounds = json.loads((tmp_path / "out.json").read_text())["results"]["digits"]["rounds"]
+    assert {side: writes for side, (_, writes) in rounds.items() if side != "auto"} == {"every round": 5, "none": 1}
+    assert 1 <= rounds["auto"][1] <= 5
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is optional")
 def test_torch_loop_prints_one_json_line():
     record = record_of("torch_loop")
