@@ -33,7 +33,7 @@ HEAD = (
     "\n| | all | by CPU time | without compiling | a round |\n|---|---|---|---|---|",
 )
 NOTE = """
-All: from the options to the curves, with two pictures of each experiment and a checkpoint of each round, which are no
+All: from the options to the curves, with the checkpoints and two pictures of each experiment (0.7 s), which are no
 cheaper together. Compiling: seconds in XLA; tracing is not among them. A round of all: the sum over the experiments of
 their median round, without evaluation, but with what checkpoints take from it that are written behind it: together
 those of all. Ratios are runs of their own over together; where others use the machine, by CPU time they are steadier.
