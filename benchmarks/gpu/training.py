@@ -60,7 +60,7 @@ def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, 
     if last is not None and begun and len(rows(folder)) >= last:
         return (folder / "summary.json").is_file()
     resumption = {"resume": folder} if begun else {}
-    config, method = build({**options, "run_dir": folder, "quiet": True, **resumption})
+    config, method = build({"checkpoint_every": 1, **options, "run_dir": folder, "quiet": True, **resumption})
     try:
         run(config, method, last=[Until(last, seconds)])
     except Enough:

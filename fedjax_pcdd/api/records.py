@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     method: Method
     origin: Mapping[str, Any] = {}  # for resolved.json: the command, and the cell of a preset that it stands for
     callbacks: Sequence[Callback] = ()  # in addition to those that the options ask for
-    last: Sequence[Callback] = ()  # called after a round is written and handed to a checkpoint
+    last: Sequence[Callback] = ()  # called after a round is written and, if one is due, handed to a checkpoint
     given: Given = NOTHING
     noted: Mapping[str, Any] | None = None  # for a run in memory: what was settled when it began
 
@@ -126,8 +126,9 @@ class FolderRecord(Record):
         with ExitStack() as opened:
             self.folder = RunFolder.open(config.resume) if config.resume else self._created(state)
             opened.callback(self.folder.close)
+            every = setup.pace if config.checkpoint_every == "auto" else config.checkpoint_every
             checkpoints = Checkpoints(
-                self.folder.path / "checkpoints", keep=config.keep, every=config.checkpoint_every,
+                self.folder.path / "checkpoints", keep=config.keep, every=every,
                 clients_every=config.checkpoint_clients_every,
             )  # fmt: skip
             opened.callback(checkpoints.close)

@@ -298,7 +298,7 @@ def _check_readable(checkpoints: Path) -> None:
 
 
 def load_run(folder: str | Path, **objects: Any) -> History:
-    """Load a run from its folder as `simulate` would have returned it: its rounds, the models of its last checkpoint.
+    """Load a run from its folder as `simulate` would have returned it, up to its newest checkpoint.
 
     Args:
       folder: of the run.

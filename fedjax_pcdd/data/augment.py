@@ -131,6 +131,8 @@ def pipeline(
     """
     if text and own is not None:
         raise UserError("the codes of a text are not augmented: drop `augmentation`.")
+    if own is not None and not augment:
+        raise UserError(f"`augmentation={own}` needs `augment`, which is off: drop one of the two.")
     if text:
         return Pipeline(codes=True)
     customary = _CUSTOMARY.get(stem(dataset_name), Pipeline())

@@ -4,8 +4,8 @@ Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Lear
 Sent: as in FedAvg; also up, in the last round, the sums of 1, z and z z^T of each class, C (1 + D + D^2), and in the
 round before it those of 1 and z. Clients keep nothing. The last round of a run is the calibration: nothing is trained,
 and the clients of its cohort send the sums of the global model's features, so the paper's calibration by all clients
-needs a cohort of all. GA is that of the trained model, `ga_ccvr` that of the calibrated one (the same before the last
-round).
+needs a cohort of all. GA is that of the trained model, `ga_ccvr` that of the calibrated one, which is there only after
+the last round.
 """
 
 from typing import Literal

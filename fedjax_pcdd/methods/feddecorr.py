@@ -22,7 +22,7 @@ class FedDecorr(Addition):
     beta_dec: float = hyperparameter(
         0.1, symbol="beta", help="weight of the decorrelation; 0.05 in the published runs for 100 classes", low=0.0
     )
-    form: Literal["offdiag", "frobenius"] = hyperparameter(
+    decorr_form: Literal["offdiag", "frobenius"] = hyperparameter(
         "offdiag", help="decorrelation of the published code, or as printed", static=True
     )
 
@@ -39,5 +39,5 @@ class FedDecorr(Addition):
 
     def penalty(self, variables, outputs, batch, context):
         """X's penalty + beta * L_dec on the features of the batch, a scalar."""
-        decorrelation = batch_decorrelation(outputs.features, form=self.form, mask=batch.mask)
+        decorrelation = batch_decorrelation(outputs.features, form=self.decorr_form, mask=batch.mask)
         return super().penalty(variables, outputs, batch, context) + self.beta_dec * decorrelation

@@ -35,7 +35,7 @@ class FedDF(Exchanging):
     )
     temperature: float = hyperparameter(1.0, symbol="T", help="temperature of both softmaxes", above=0.0)
     teacher_mode: Literal["eval", "train"] = hyperparameter(
-        "eval", help="mode of the participants' models when they teach", static=True
+        "eval", help="mode of the participants' models when they teach, with `form=participants`", static=True
     )
     server_steps: int = hyperparameter(500, help="optimiser steps on the server in a round", static=True, low=0)
     server_lr: float = hyperparameter(1e-3, help="learning rate of Adam on the server", above=0.0)

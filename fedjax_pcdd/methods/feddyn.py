@@ -4,9 +4,9 @@ Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, al
 Sent: as in FedAvg. A client keeps its drift v_k (P); the paper's gradient memory is lambda_k = -alpha v_k, its server
 state h = -alpha * mean(v_k), so nothing is ever divided by alpha.
 Follows the paper's common alpha and plain mean; the published code's alpha_k = alpha / nu_k is an option, its clipping
-at 10 the default. alpha = 0, where the paper's server step is undefined, is FedAvg with uniform weights. The server's
-step acts as a momentum of 1 - eta K alpha / (1 - rho) on top of the clients'; without local momentum, as published,
-FedDyn trains.
+at 10 the default. alpha = 0, where the paper's server step is undefined, is FedAvg, with uniform weights unless
+`server_step=none`. The server's step acts as a momentum of 1 - eta K alpha / (1 - rho) on top of the clients'; without
+local momentum, as published, FedDyn trains.
 """
 
 from typing import Literal
@@ -25,7 +25,9 @@ from fedjax_pcdd.trees import squared_distance
 class FedDyn(Drifting):
     """L = CE - <lambda_k, w> + (alpha_k / 2) * ||w - w^t||^2."""
 
-    alpha: float = hyperparameter(0.01, symbol="alpha", help="weight of the regulariser; 0 is uniform FedAvg", low=0.0)
+    alpha: float = hyperparameter(
+        0.01, symbol="alpha", help="weight of the regulariser; 0 is FedAvg, uniform unless `server_step=none`", low=0.0
+    )
     alpha_scaling: Literal["common", "inverse_size"] = hyperparameter(
         "common", help="one alpha, or alpha / (N n_k / n) on client k as in the published code", static=True
     )

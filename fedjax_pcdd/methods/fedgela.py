@@ -76,6 +76,10 @@ class FedGELA(Method):
         advice = []
         if self.classifier == "learned" and (self.ew, self.scale, self.normalise) != (None, "sqrt", "l2"):
             advice.append("`ew`, `scale` and `normalise` belong to the ETF: with `classifier=learned` they do nothing.")
+        if self.denominator == "present" and self.phi not in ("identity", "sqrt"):
+            advice.append(f"`denominator=present` does nothing with `phi={self.phi}`, where all classes count.")
+        if self.gamma and self.phi == "none":
+            advice.append(f"`gamma={self.gamma}` does nothing with `phi=none`.")
         if setting.one_class_clients and self.denominator == "present" and self.phi in ("identity", "sqrt"):
             number = setting.one_class_clients
             advice.append(f"{number} clients have one class, where the loss has no gradient: use `denominator=all`.")

@@ -87,8 +87,7 @@ class FedTGP(NearPrototypes):
 
     def aggregate(self, server, message, weights, context):
         """Train the network on the uploaded prototypes."""
-        prototypes, owned = message.each
-        owned = owned & (weights > 0)[:, None]
+        prototypes, owned = message.each  # of a client that did not train: none
         owners, count = jnp.sum(owned, axis=0), jnp.sum(owned)
         centres = jnp.sum(jnp.where(owned[..., None], prototypes, 0), axis=0) / jnp.maximum(owners, 1)[:, None]
         margin = adaptive_margin(centres, owners > 0, self.margin_limit, self.margin)

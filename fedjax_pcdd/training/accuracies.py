@@ -91,6 +91,8 @@ class Accuracies(Callback):
         self._choose(run)
         row |= {"pa": mean(run.history.pa_clients), **spread(run.history.pa_clients)}
         row |= {name: mean(values) for name, values in run.history.also.items()}
+        if run.traits.pauses and not (run.round == run.rounds and report.jobs.weight.any()):
+            counts = counts._replace(further={})  # the model that the last round makes is not there
         row |= self._generic(run, counts) | {"eval_seconds": seconds}
 
     def _generic(self, run: Run, counts: Evaluation) -> dict[str, Any]:

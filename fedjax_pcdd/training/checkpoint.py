@@ -11,7 +11,6 @@ of several processes the first writes; if each process holds only its own client
 """
 
 import json
-import math
 import re
 import shutil
 import sys
@@ -21,8 +20,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ from fedjax_pcdd.training.hosts import in_turn, told_by_first
 from fedjax_pcdd.training.named_arrays import Arrays, difference, fill, fingerprint, named, snapshot
 from fedjax_pcdd.training.orbax_folder import REMOVED, check_files, damage, list_files, open_manager, remove_unfinished
 
-_RESTS = 9  # a rest after each paced checkpoint, in times of its own duration
+_RESTS = 9  # a rest after paced checkpoints, in times of their duration
 _MISREAD = re.compile(r"[]\[*?\\:%#\ud800-\udfff]")  # read as patterns or addresses, or not UTF-8
 
 
@@ -57,6 +57,41 @@ class _Taken(NamedTuple):
     parts: list[Part]  # those that other processes have written
 
 
+class Pace:
+    """When checkpoints are due: after every round, unless writing them would then take more than a tenth of the time.
+
+    Experiments that train together share one, so that they have checkpoints of the same rounds.
+    """
+
+    def __init__(self):
+        """Due at once."""
+        self._lock, self._writing, self._failed = Lock(), 0, False
+        self._started, self._next_time = (-1, 0.0), 0.0  # round and time of the newest checkpoints' start
+        self._asked = (-1, False)  # a round, and whether it gets checkpoints
+
+    def is_due(self, round: int) -> bool:
+        """Whether a round gets checkpoints; the first who asks decides for all."""
+        with self._lock:
+            if round != self._asked[0]:
+                rested = not self._writing and perf_counter() >= self._next_time
+                self._asked = round, rested or self._failed
+                self._failed = False
+            return self._asked[1]
+
+    def begin(self, round: int, time: float) -> None:
+        """A checkpoint is being written, for which the training had to stop at a time."""
+        with self._lock:
+            self._writing += 1
+            self._started = self._started if round == self._started[0] else (round, time)
+
+    def end(self, write: Future) -> None:
+        """One is written, or has failed; then the next round has one, too, to report it."""
+        failed = write.exception() is not None
+        with self._lock:
+            self._writing, self._failed, time = self._writing - 1, self._failed or failed, perf_counter()
+            self._next_time = time + _RESTS * (time - self._started[1])
+
+
 class Checkpoints:
     """The checkpoints of one run; close it, or use it in a `with` block, so that the last one is written."""
 
@@ -65,7 +100,7 @@ class Checkpoints:
         folder: Path,
         *,
         keep: int = 3,
-        every: int | Literal["auto"] = 1,
+        every: int | Pace = 1,
         clients_every: int = 1,
         read_only: bool = False,
         say: Say = lambda sentence: print(sentence, file=sys.stderr),
@@ -75,9 +110,10 @@ class Checkpoints:
         Args:
           folder: where the checkpoints live; one process at a time.
           keep: how many of the newest checkpoints to keep; the two newest full ones are always kept.
-          every: rounds between checkpoints. `auto` is every round, unless writing them would then take more than a
-            tenth of the time; several processes, which would have to agree on this, write every round.
-          clients_every: every n-th checkpoint is full. A resume starts from a full one, so it repeats up to
+          every: rounds between checkpoints, or their pace; several processes, which would have to agree when one is
+            due, write every round instead.
+          clients_every: every n-th checkpoint is full, and all are if clients keep nothing; of paced ones the first is.
+            A resume starts from a full one, so with a number of rounds between checkpoints it repeats up to
             `every * clients_every - 1` rounds; each full one writes all clients' states.
           read_only: leave the folder as it is.
           say: called with sentences that the user should know.
@@ -86,10 +122,9 @@ class Checkpoints:
           UserError: the folder cannot be created or read.
         """
         self._folder = Path(folder).absolute()
-        self._paced = every == "auto" and jax.process_count() == 1
-        self._every: int = 1 if every == "auto" else every
-        self._clients_every, self._keep, self._say = clients_every, keep, say
-        self._saved, self._next_time = 0, 0.0  # checkpoints so far, and when the next is due if they are paced
+        self._pace = every if isinstance(every, Pace) and jax.process_count() == 1 else None
+        self._every = 1 if isinstance(every, Pace) else every
+        self._clients_every, self._keep, self._say, self._saved = clients_every, keep, say, 0
         self._full: set[int] = set()
         self._pending: Future | None = None
         self._worker = ThreadPoolExecutor(1, "checkpoint")
@@ -126,8 +161,8 @@ class Checkpoints:
         self.close()
 
     def is_due(self, round: int) -> bool:
-        """Whether a round gets a checkpoint even without `force`; if they are paced, whether it would get one now."""
-        return perf_counter() >= self._next_time if self._paced else round % self._every == 0
+        """Whether a round gets a checkpoint even without `force`."""
+        return self._pace.is_due(round) if self._pace else round % self._every == 0
 
     def save(self, round: int, server: Any, clients: Any, history: str, *, force: bool = False) -> None:
         """Take a snapshot of the arrays, which may be donated as soon as this returns, and write it in the background.
@@ -147,21 +182,24 @@ class Checkpoints:
         """
         if not (self.is_due(round) or force):
             return
-        start_time = perf_counter()
+        number = self._saved if self._pace else round // self._every
         self._saved += 1
-        full = force or (self._saved if self._paced else round // self._every) % self._clients_every == 0
+        full = force or number % self._clients_every == 0 or not jax.tree.leaves(clients)
         changed = self._taken(round, clients) if full and callable(clients) else None
         if not self._writes:
             return
         self.wait()
         if round in self._manager.all_steps() and (round in self._full or not full):
             return
+        start_time = perf_counter()
         snapshots = {"server": snapshot("server", server)}
         if full:
             snapshots["clients"] = {} if changed else snapshot("clients", clients)
-        self._next_time = math.inf
+        if self._pace:
+            self._pace.begin(round, start_time)
         self._pending = self._worker.submit(self._write, round, snapshots, history, changed)
-        self._pending.add_done_callback(lambda write: self._rest(write, start_time))
+        if self._pace:
+            self._pending.add_done_callback(self._pace.end)
 
     def _taken(self, round: int, clients: Callable) -> "_Taken":
         """The changed states of this process's clients; if there are other processes, those write theirs now."""
@@ -186,11 +224,6 @@ class Checkpoints:
         checksums = np.asarray(multihost_utils.process_allgather(np.array(part.files, np.uint32)))
         parts = [Part(p, files.tolist()) for p, files in enumerate(checksums)][1:]
         return _Taken(own_changes.rows, values, changed.states, parts)
-
-    def _rest(self, write: Future, start_time: float) -> None:
-        """Set when the next checkpoint is due; at once if this one failed, so that the next round reports it."""
-        time = perf_counter()
-        self._next_time = 0.0 if write.exception() else time + _RESTS * (time - start_time)
 
     def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
         """The newest intact full checkpoint, bit for bit; every newer one is removed, to be written again.

@@ -212,9 +212,11 @@ class RunConfig:
         "folder of this run; by default runs/METHOD-DATASET-PARTITION-sSEED, with a number if that exists")
     resume: Path | None = run_option(None, "run", "folder of a run to continue with the options it was started with")
     checkpoint_every: Literal["auto"] | int = run_option("auto", "run",
-        "rounds between checkpoints; auto: 1, or as many as keep writing to a tenth of the time", low=1)
+        "rounds between checkpoints; auto: one after every round, or fewer where writing them would take more than a "
+        "tenth of the time (several processes: after every round)", low=1)
     checkpoint_clients_every: int = run_option(1, "run",
-        "only every n-th checkpoint holds the clients' states; resuming goes back to one that does", low=1)
+        "only every n-th checkpoint holds the clients' states; resuming goes back to one that does, or to the start",
+        low=1)
     keep: int = run_option(3, "run", "number of checkpoints to keep; the one before the last is the fallback", low=2)
     profile: bool = run_option(False, "run",
         "trace the second and third round into profile/ in the run folder, for xprof or Perfetto")
@@ -424,6 +426,8 @@ def unused(config: RunConfig, traits: "Traits") -> list[str]:
         "public": ("method", public), "public_samples": ("method", public), "public_batch": ("method", exchanged),
         "pretrain_batch_size": ("pretrain_epochs", (config.pretrain_epochs,) if pretrains else ()),
     }  # fmt: skip
+    if config.partition == "dirichlet" and not config.retry:
+        readers["min_samples"] = "retry", (True,)
     changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
     return [
         f"`{name}={value if isinstance(value, str) else f'{value:g}'}` has no effect "

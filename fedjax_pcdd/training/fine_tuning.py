@@ -92,11 +92,11 @@ def from_global(
     """
     pa_best, ga_best = fine_tuned(tuner, tuner.start(best), round)
     pa_last, ga_last = fine_tuned(tuner, tuner.start(last), round)
-    changes = []
+    changes, tuned = [], f"global model fine-tuned for {int(tuner.epochs.max())} epochs"
     for e, result in enumerate(results):
         best_of, last_of = pa_best[e][protocol], pa_last[e][protocol]
         changed = {
-            "pa_protocol": f"global model fine-tuned for {int(tuner.epochs.max())} epochs{IN_WORDS[protocol]}",
+            "pa_protocol": "global model as received" if protocol == "received" else tuned + IN_WORDS[protocol],
             "pa_best_round": result["ga_best_round"], "pa_best_per_client": plain(best_of["pa"]),
             "pa_best_clients": mean(best_of["pa"]),
             "pa_local_best": result["pa_best"], "pa_local_last": result["pa_last"], **spread(last_of["pa"]),

@@ -22,6 +22,7 @@ import numpy as np
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _noted: list[int] = []
 _agreed: list[int] = []  # the signal that all processes know of
+_asked: list[int] = []  # the last round about which `pending` was asked
 _training: list[bool] = []
 
 
@@ -33,12 +34,14 @@ class Interrupted(KeyboardInterrupt):
         self.code = 128 + number
 
 
-def pending() -> int | None:
+def pending(round: int) -> int | None:
     """The signal after which the run is to end; None if there is none, or while other processes do not know of it.
 
-    The caller saves the round if there is one, so from then on `end_after` goes by it.
+    The caller saves the round if there is one, so from then on `end_after` goes by it. Of several experiments, which
+    ask one after another, all get the first one's answer for a round.
     """
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 and _asked != [round]:
+        _asked[:] = [round]
         agree()
     return _agreed[0] if _agreed else None
 
@@ -64,6 +67,7 @@ def end_after(round: int) -> None:
 def rounds() -> Iterator[None]:
     """A context in which no signal ends a round halfway."""
     _training.append(True)
+    _asked.clear()
     try:
         yield
     finally:

@@ -133,10 +133,10 @@ class History:
         return isinstance(other, History) and self.to_json() == other.to_json()
 
     def to_json(self) -> str:
-        """Its fields as a JSON object, for the checkpoint of every round.
+        """Its fields as a JSON object, for a checkpoint.
 
         A row must not change after the first call that includes it: each is encoded only once, since encoding all of
-        them every round takes tens of milliseconds after a thousand rounds.
+        them for each checkpoint takes tens of milliseconds after a thousand rounds.
         """
         self._encoded += [json.dumps(row) for row in self.rows[len(self._encoded) :]]
         clients = {name: _encoded(getattr(self, name)) for name in CLIENTS}

@@ -35,6 +35,7 @@ from fedjax_pcdd.training.build import (
     validated,
     who_is_there,
 )
+from fedjax_pcdd.training.checkpoint import Pace
 from fedjax_pcdd.training.config import RunConfig, unused
 from fedjax_pcdd.training.device_choices import convolutions_of
 from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration, from_global, from_last, global_models
@@ -69,13 +70,14 @@ class Setup:
       simulation: the simulation with one lane.
       methods: method of each experiment [E], as the simulation uses it.
       convolutions: forms of convolutions timed on the device, None for those of the packaged table.
+      pace: of all experiments' checkpoints, where no other interval is asked for.
     """
 
     convolutions: Choices | None = None
 
     def __init__(self, pairs: Sequence[Pair], given: Given = NOTHING):
         """Build everything except the compiled programs; UserError for settings that cannot work."""
-        self.clock, self.started = CompileClock(), perf_counter()
+        self.clock, self.started, self.pace = CompileClock(), perf_counter(), Pace()
         select_device(pairs[0][0].device, pairs[0][0].devices)
         self.pairs, self.given = self.completed(pairs), given
         self.config = self.pairs[0][0]

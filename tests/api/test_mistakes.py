@@ -181,6 +181,10 @@ MISTAKES = {
         "no client has any training samples",
     ),
     "an augmentation by no name": (lambda: simulate(augmentation="cut"), "name a file and an object, as FILE.py:NAME"),
+    "an augmentation that is not wanted": (
+        lambda: simulate(augmentation="mine.py:cut", augment=False),
+        "augmentation=mine.py:cut needs augment, which is off",
+    ),
     "too few to validate": (lambda: simulate(validation=0.001), "validation=0.001 keeps no sample of any client"),
     "metrics by number": (lambda: simulate(metrics={1: lambda run: 1.0}), "metrics takes a dictionary"),
     "a folder by number": (lambda: simulate(run_dir=3), "run_dir takes a path, not 3"),

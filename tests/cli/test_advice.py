@@ -96,6 +96,7 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"retry": False, "min_samples": 30}, "--min-samples=30 has no effect without --retry."),
         ({"optimizer": "adam", "momentum": 0.5}, "--momentum=0.5 has no effect with --optimizer=adam."),
         ({"focal_gamma": 3.0}, "--focal-gamma=3 has no effect with --loss=ce."),
         ({"lr_decay": 0.5}, "--lr-decay=0.5 has no effect without --lr-steps."),

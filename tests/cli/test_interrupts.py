@@ -56,23 +56,24 @@ def test_a_signal_outside_of_rounds_ends_the_run_at_once():
     with pytest.raises(interrupts.Interrupted) as caught, interrupts.watch(60):
         signal.raise_signal(signal.SIGTERM)
     assert caught.value.code == 143
-    assert interrupts.pending() is None
+    assert interrupts.pending(0) is None
 
 
 def test_a_signal_within_rounds_is_noted_and_a_second_sigint_ends_at_once():
     with interrupts.watch(60), interrupts.rounds():
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.pending() == signal.SIGINT
+        assert interrupts.pending(0) == signal.SIGINT
         with pytest.raises(interrupts.Interrupted):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_a_signal_after_the_round_was_saved_waits_for_the_next_one():
     with interrupts.watch(60), interrupts.rounds():
-        assert interrupts.pending() is None  # as asked when the round is saved
+        assert interrupts.pending(1) is None  # as asked when the round is saved
         signal.raise_signal(signal.SIGTERM)
+        assert interrupts.pending(1) is None  # as asked by a second experiment
         interrupts.end_after(1)
-        assert interrupts.pending() == signal.SIGTERM
+        assert interrupts.pending(2) == signal.SIGTERM
         with pytest.raises(interrupts.Interrupted, match="round 2 is saved"):
             interrupts.end_after(2)
 
@@ -84,11 +85,11 @@ def test_with_several_processes_a_signal_counts_once_all_know_of_it(monkeypatch)
         interrupts.agree()
         signal.raise_signal(signal.SIGTERM)  # while the round is saved
         interrupts.end_after(1)
-        assert interrupts.pending() is None
+        assert interrupts.pending(0) is None
         interrupts.agree()
         with pytest.raises(interrupts.Interrupted):
             interrupts.end_after(2)
-    assert interrupts.pending() is None
+    assert interrupts.pending(0) is None
 
 
 def test_signal_handlers_are_restored_afterwards():
@@ -117,7 +118,7 @@ def test_a_second_sigterm_waits_for_the_end_of_the_round_too():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(interrupts.Interrupted, match="round 3 is saved"):
-            interrupts.end_after(3 if interrupts.pending() else 0)
+            interrupts.end_after(3 if interrupts.pending(0) else 0)
 
 
 def test_a_run_that_ended_in_time_is_not_killed_later(monkeypatch):

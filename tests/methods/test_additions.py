@@ -211,7 +211,7 @@ def test_two_additions_can_both_keep_client_state():
         ("ditto+sam", "ditto trains two models at a time"),
         ("fccl+sam", "or on what others sent"),
         ("fedrep+lesam", "not a method that averages models"),
-        ("fedmr+decorr", "fedmr has form of its own"),
+        ("feddecorr+decorr", "feddecorr has beta_dec of its own"),
         ("solo+decorr", "not a method that averages models"),
     ],
 )

@@ -163,6 +163,18 @@ def test_each_pass_over_the_uploaded_prototypes_has_its_own_order():
     assert not np.allclose(trained(2, start).prototypes, trained(1, trained(1, start)).prototypes, atol=1e-4)
 
 
+def test_prototypes_of_a_client_without_weight_count_like_any_others():
+    setting = Setting(4, 6, num_clients=3, rounds=1, epochs=1, batch_size=8, normalised=False)
+    context = ServerContext(None, setting, Local(lr=1.0), jnp.zeros((), int), jnp.arange(3), 3, jax.random.key(1))
+    message = Message(each=(jax.random.normal(jax.random.key(2), (3, 4, 6)), jnp.eye(3, 4, dtype=bool)))
+    server = FedTGP().init_server(setting, (), jnp.ones((3, 4)), jax.random.key(0))
+    equal, without = (
+        FedTGP().aggregate(server, message, jnp.asarray(w), context) for w in ([1 / 3] * 3, [0, 0.5, 0.5])
+    )
+    assert same(equal, without)
+    np.testing.assert_array_equal(without.valid, [True, True, True, True])
+
+
 def scores(**options):
     """Scores of client 3's model on the test images after a round, for PA and for GA."""
     simulated = toy.simulation("fedtgp", **FULL_COHORT, **options)

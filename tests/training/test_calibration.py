@@ -10,11 +10,15 @@ import pytest
 import toy
 
 import fedjax_pcdd as fp
+from fedjax_pcdd.api.records import Asked
+from fedjax_pcdd.api.runs import run_together
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments
 from fedjax_pcdd.methods.calibration import Calibration
 from fedjax_pcdd.models.classifier import apply_head, forward
+from fedjax_pcdd.training.callbacks import Function
+from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration
 
 
@@ -91,3 +95,22 @@ def test_the_summary_of_ccvr_has_its_calibrated_models_accuracy_too():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     history = fp.simulate(federation, fp.CCVR(), rounds=2, local_epochs=1, lanes=1, fine_tune_epochs=0)
     assert history.summary["ga_ccvr_last"] == history.rows[-1]["ga_ccvr"]
+    assert "ga_ccvr" not in history.rows[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:CCVR has 140 samples")
+@pytest.mark.parametrize("reason", ["stopped", "nobody is available"])
+def test_without_a_calibration_there_is_no_accuracy_of_a_calibrated_model(tmp_path, reason):
+    np.savez(tmp_path / "nobody.npz", probability=np.array([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]))
+    stopped = reason == "stopped"
+    config, method = build(
+        {"method": "ccvr", "partition": "iid", "clients": 2, "rounds": 3, "local_epochs": 1, "lanes": 1,
+         "fine_tune_epochs": 0, "availability": None if stopped else str(tmp_path / "nobody.npz")}
+    )  # fmt: skip
+    (results,) = run_together(
+        [Asked(config, method, callbacks=[Function(lambda run, report: stopped and run.round == 2)])],
+        finish=lambda _, run, summary: [*run.history.rows, summary],
+    )
+    assert len(results) == (3 if stopped else 4)
+    assert not [name for result in results for name in result if "ccvr" in name]

@@ -23,7 +23,7 @@ import pytest
 from fedjax_pcdd.engine import program
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training import checkpoint, named_arrays
-from fedjax_pcdd.training.checkpoint import Checkpoints
+from fedjax_pcdd.training.checkpoint import Checkpoints, Pace
 from fedjax_pcdd.training.metrics import History
 from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
 
@@ -185,13 +185,11 @@ def clock(monkeypatch):
 
 
 def test_paced_checkpoints_take_a_tenth_of_the_time(tmp_path, opened, clock):
-    checkpoints = opened(every="auto", keep=9)
+    checkpoints = opened(every=Pace(), keep=9)
     save(checkpoints, 1, 2)
-    assert not checkpoints.is_due(2)
     clock.seconds += 17.9
     save(checkpoints, 3)
     clock.seconds += 0.2
-    assert checkpoints.is_due(4)
     save(checkpoints, 4, 5)
     assert rounds_in(tmp_path) == [1, 4]
 
@@ -200,28 +198,58 @@ def test_a_paced_checkpoint_is_not_due_while_one_is_being_written(opened, monkey
     may_write, write = threading.Event(), Checkpoints._write
     monkeypatch.setattr(Checkpoints, "_write", lambda self, *a: (may_write.wait(60), write(self, *a)))
     monkeypatch.setattr(checkpoint, "_RESTS", 0)
-    checkpoints = opened(every="auto")
+    checkpoints = opened(every=Pace())
     checkpoints.save(1, server(1), clients(1), "{}")
     assert not checkpoints.is_due(2)
     may_write.set()
     checkpoints.wait()
-    assert checkpoints.is_due(2)
+    assert until_due(checkpoints, 3)
+
+
+def until_due(checkpoints, round):
+    """The first round from the given one in which a checkpoint is due, asked for again and again."""
+    while not checkpoints.is_due(round):
+        round += 1
+        time.sleep(0.01)
+    return round
+
+
+def test_experiments_with_one_pace_have_checkpoints_of_the_same_rounds(tmp_path, clock):
+    pace = Pace()
+    with Checkpoints(tmp_path / "a", every=pace, keep=9) as first, Checkpoints(tmp_path / "b", every=pace, keep=9) as b:
+        for round in range(1, 60):
+            save(first, round)
+            clock.seconds += 1.5
+            save(b, round)
+        rounds = rounds_in(tmp_path / "a")
+        assert rounds == rounds_in(tmp_path / "b")
+    assert rounds == [1, 35]  # from the first one's start to the second one's end 5.5 s, then a rest of 33 rounds
 
 
 def test_force_overrides_the_pace(tmp_path, opened, clock):
-    checkpoints = opened(every="auto")
+    checkpoints = opened(every=Pace())
     save(checkpoints, 1, 2)
     checkpoints.save(3, server(3), clients(3), "{}", force=True)
     checkpoints.wait()
     assert rounds_in(tmp_path) == [1, 3]
 
 
-def test_clients_every_counts_paced_checkpoints(opened, clock):
-    checkpoints = opened(every="auto", clients_every=2, keep=9)
+def test_of_paced_checkpoints_the_first_is_full_and_every_nth_after_it(opened, clock):
+    checkpoints = opened(every=Pace(), clients_every=2, keep=9)
+    full = []
     for round in (1, 2, 5, 6, 7):
         save(checkpoints, round)
+        full.append(checkpoints.newest_full)
         clock.seconds += 6 if round == 2 else 20
-    assert checkpoints.newest_full == 7
+    assert full == [1, 1, 1, 6, 6]
+
+
+@pytest.mark.parametrize("nothing", [(), ((), {})])
+def test_every_checkpoint_is_full_where_clients_keep_nothing(opened, nothing):
+    checkpoints = opened(clients_every=5)
+    checkpoints.save(3, server(3), nothing, "{}")
+    restored = checkpoints.restore(server(0), nothing)
+    assert (restored.round, restored.clients) == (3, nothing)
 
 
 def test_a_failed_write_is_reported_after_the_next_round_without_a_rest(opened, clock, monkeypatch):
@@ -230,12 +258,11 @@ def test_a_failed_write_is_reported_after_the_next_round_without_a_rest(opened, 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Checkpoints, "_write", fail)
-    checkpoints = opened(every="auto")
+    checkpoints = opened(every=Pace())
     checkpoints.save(1, server(1), clients(1), "{}")
-    while not checkpoints.is_due(2):
-        time.sleep(0.01)
+    round = until_due(checkpoints, 2)
     with pytest.raises(UserError, match="no space left"):
-        checkpoints.save(2, server(2), clients(2), "{}")
+        checkpoints.save(round, server(2), clients(2), "{}")
 
 
 def test_clients_every_counts_checkpoints_not_rounds(opened):
