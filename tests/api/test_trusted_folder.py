@@ -36,6 +36,7 @@ from fedjax_pcdd.training.presets import read_run
 
 OPTIONS = {
     "method": "scaffold", "clients": 3, "rounds": 4, "local_epochs": 1, "batch_size": 16, "lanes": 1, "quiet": True,
+    "checkpoint_every": 1,
     "train_samples": 120, "test_samples": 40, "min_samples": 1, "fine_tune_epochs": 0, "beta": 0.5,
 }  # fmt: skip
 

@@ -190,7 +190,7 @@ def test_damage_of_a_part_is_noticed(tmp_path):
 
 
 RUN = ["--method=scaffold", "--rounds=4", "--cohort=3", "--clients=8", "--local-epochs=1", "--fine-tune-epochs=0"]
-RUN += ["--lanes=1", "--train-samples=160", "--test-samples=40", "--tune=off", "--quiet"]
+RUN += ["--lanes=1", "--train-samples=160", "--test-samples=40", "--tune=off", "--quiet", "--checkpoint-every=1"]
 
 
 def rows(folder):

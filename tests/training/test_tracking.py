@@ -17,7 +17,16 @@ from fedjax_pcdd.training.folder import TRACK
 from fedjax_pcdd.training.tracking import names_of
 
 ALL = tuple(QUANTITIES)
-SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": True, "fine_tune_epochs": 0, "keep": 9}
+SMALL = {
+    "rounds": 4,
+    "local_epochs": 1,
+    "batch_size": 32,
+    "lanes": 1,
+    "quiet": True,
+    "fine_tune_epochs": 0,
+    "keep": 9,
+    "checkpoint_every": 1,
+}
 
 
 def run(folder, **options):
