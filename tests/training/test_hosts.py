@@ -247,6 +247,7 @@ def test_a_signal_to_one_of_two_processes_ends_both_after_the_same_round(tmp_pat
 @pytest.mark.slow
 def test_a_run_of_one_process_resumes_in_two_with_two_devices_each(tmp_path):
     options = ["--method=scaffold", "--momentum=0", "--client-state=host", "--fine-tune-epochs=0", *SMALL]
+    options += ["--checkpoint-every=1"]
     folder = tmp_path / "part"
     assert end(start(*options, "--rounds=6", f"--run-dir={folder}", "--quiet", temporary=tmp_path / "tmp")).code == 0
     whole = metrics(folder)
