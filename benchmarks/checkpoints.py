@@ -79,8 +79,7 @@ def measure(name: str, rounds: int, repeats: int) -> dict[str, Any]:
     """The record of a workload; of several runs with one setting the fastest counts."""
     times: dict[str, list] = {side: [] for side in EVERY}
     with tempfile.TemporaryDirectory() as home:
-        SWEEPS[name] = SETTINGS[name]
-        settings = options(name, Path(home), rounds) | {"lanes": 1}
+        settings = options(SETTINGS[name], Path(home), rounds) | {"lanes": 1}
         size, alone = checkpoint_ms(settings, Path(home) / "one")
         for repeat in range(0 if name == "w3" else repeats):
             for side, every in EVERY.items():

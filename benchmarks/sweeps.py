@@ -40,19 +40,19 @@ those of all. Ratios are runs of their own over together; where others use the m
 """
 
 
-def options(name: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """Options of a run; random images of a workload of the other benchmarks are written into the folder."""
-    settings: dict[str, Any] = COMMON | SWEEPS[name] | {"rounds": rounds}
+def options(workload: dict[str, Any], folder: Path, rounds: int) -> dict[str, Any]:
+    """Options of a run; random images, if it is made of another benchmark's workload, are written into the folder."""
+    settings: dict[str, Any] = COMMON | workload | {"rounds": rounds}
     if "made_of" not in settings:
         return settings
-    workload, rng = WORKLOADS[settings.pop("made_of")], np.random.default_rng(0)
+    made_of, rng = WORKLOADS[settings.pop("made_of")], np.random.default_rng(0)
     arrays = {}
-    for part, samples in (("train", settings["clients"] * workload.per_client), ("test", 1000)):
-        arrays[f"x_{part}"] = rng.integers(0, 256, (samples, *workload.shape), np.uint8)
+    for part, samples in (("train", settings["clients"] * made_of.per_client), ("test", 1000)):
+        arrays[f"x_{part}"] = rng.integers(0, 256, (samples, *made_of.shape), np.uint8)
         arrays[f"y_{part}"] = rng.integers(0, CLASSES, samples)
     np.savez(folder / "random.npz", **arrays)
-    data = {"dataset": "random", "data_dir": folder, "partition": "iid", "model": workload.model}
-    return settings | data | {"batch_size": workload.batch}
+    data = {"dataset": "random", "data_dir": folder, "partition": "iid", "model": made_of.model}
+    return settings | data | {"batch_size": made_of.batch}
 
 
 def measure(work: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def compare(name: str, experiments: int, rounds: int, repeats: int, lanes: str) 
     """The fastest repeat of each side."""
     records: dict[str, list[dict[str, Any]]] = {"alone": [], "together": []}
     with tempfile.TemporaryDirectory() as home:
-        settings = options(name, Path(home), rounds) | {"lanes": lanes if lanes == "auto" else int(lanes)}
+        settings = options(SWEEPS[name], Path(home), rounds) | {"lanes": lanes if lanes == "auto" else int(lanes)}
 
         def requests(side: str) -> list[Asked]:
             folder = Path(tempfile.mkdtemp(dir=home))

@@ -76,11 +76,11 @@ class FedGELA(Method):
         advice = []
         if self.classifier == "learned" and (self.ew, self.scale, self.normalise) != (None, "sqrt", "l2"):
             advice.append("`ew`, `scale` and `normalise` belong to the ETF: with `classifier=learned` they do nothing.")
-        if self.denominator == "present" and self.phi not in ("identity", "sqrt"):
+        if self.denominator == "present" and not self._masks:
             advice.append(f"`denominator=present` does nothing with `phi={self.phi}`, where all classes count.")
         if self.gamma and self.phi == "none":
             advice.append(f"`gamma={self.gamma}` does nothing with `phi=none`.")
-        if setting.one_class_clients and self.denominator == "present" and self.phi in ("identity", "sqrt"):
+        if setting.one_class_clients and self._masks:
             number = setting.one_class_clients
             advice.append(f"{number} clients have one class, where the loss has no gradient: use `denominator=all`.")
         return dataclasses.replace(self, ew=ew, gamma=gamma), advice
@@ -94,6 +94,10 @@ class FedGELA(Method):
         """Phi_k [C]; ones for FedGE."""
         return class_scales(facts.class_counts, facts.federation_counts, function=self.phi, gamma=self.gamma or "class")
 
+    @property
+    def _masks(self) -> bool:  # with exp a missing class has Phi > 0 and stays
+        return self.denominator == "present" and self.phi in ("identity", "sqrt")
+
     def _scores(self, server, outputs, phi):
         if self.classifier == "learned":
             return phi * outputs.logits
@@ -102,8 +106,8 @@ class FedGELA(Method):
         return scaled_logits(outputs.features, server.etf, phi, kappa, unit=self.normalise == "l2")
 
     def _allowed(self, facts):
-        """Classes of the local softmax [C], None for all; with exp a missing class has Phi > 0 and stays."""
-        return facts.class_counts > 0 if self.denominator == "present" and self.phi in ("identity", "sqrt") else None
+        """Classes of the local softmax [C], None for all."""
+        return facts.class_counts > 0 if self._masks else None
 
     def classification(self, outputs, batch, context):
         """Cross-entropy over the locally scaled logits, a scalar (section 3.3)."""

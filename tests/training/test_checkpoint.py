@@ -226,6 +226,16 @@ def test_experiments_with_one_pace_have_checkpoints_of_the_same_rounds(tmp_path,
     assert rounds == [1, 35]  # from the first one's start to the second one's end 5.5 s, then a rest of 33 rounds
 
 
+def test_several_processes_write_every_round(tmp_path, monkeypatch):
+    pace = Pace()
+    pace.begin(1, 0.0)  # one is being written, so that nothing is due by the pace
+    with Checkpoints(tmp_path / "alone", every=pace) as alone:
+        assert not alone.is_due(2)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with Checkpoints(tmp_path / "one of two", every=pace) as one_of_two:
+        assert one_of_two.is_due(2)
+
+
 def test_force_overrides_the_pace(tmp_path, opened, clock):
     checkpoints = opened(every=Pace())
     save(checkpoints, 1, 2)
