@@ -357,10 +357,13 @@ def part_of_round(
 
 
 @full_precision
-def end_round(program: Program, methods, hyper, data, keys, carry, servers, jobs, round) -> tuple[State, Report]:
-    """The result of such a round."""
+def end_round(
+    program: Program, methods, hyper, data, keys, kept, servers, jobs, round, outcome
+) -> tuple[State, Report]:  # fmt: skip
+    """The result of such a round, of whose outcome clients and statistics come by themselves, as `kept`."""
     inputs = inputs_of(methods, hyper, data, keys, servers, jobs, round)
-    return _ended(program, inputs, keys, State(servers, (), ()), carry[1])
+    outcome = outcome._replace(clients=kept[0], statistics=kept[1])
+    return _ended(program, inputs, keys, State(servers, (), ()), outcome)
 
 
 def inputs_of(methods, hyper, data, keys, servers, jobs, round) -> Inputs:

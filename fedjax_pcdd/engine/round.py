@@ -312,7 +312,9 @@ class Simulation(Planner):
         while True:
             carry = self._part(*inputs, carry, *self._chunk_work(chunk, fetched, jobs, number))
             if (chunk := next(chunks, None)) is None:
-                return self._end(*inputs, carry, fetched.servers, jobs, number)
+                outcome = carry[1]
+                kept, rest = (outcome.clients, outcome.statistics), outcome._replace(clients=(), statistics=())
+                return self._end(*inputs, kept, fetched.servers, jobs, number, rest)
             inputs = self._chunk_inputs(chunk, round)
 
     def _chunk_inputs(self, chunk: Chunk, round: int) -> tuple[Any, ...]:
