@@ -54,6 +54,16 @@ class FedDF(Exchanging):
             return Traits(paper, public=self.server_steps > 0)
         return super().traits()._replace(paper=paper)
 
+    def configure(self, setting, hyper):
+        """Advice: on the server the models teach in mode eval."""
+        method, advice = super().configure(setting, hyper)
+        if self._at_server and self.teacher_mode == "train":
+            advice = [
+                *advice,
+                "`teacher_mode=train` has no effect with `form=server`: models teach in mode eval there.",
+            ]
+        return method, advice
+
     def init_client(self, setting, server, facts, key):
         """No state, or a participant's model."""
         return () if self._at_server else super().init_client(setting, server, facts, key)

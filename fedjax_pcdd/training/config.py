@@ -420,7 +420,7 @@ def unused(config: RunConfig, traits: "Traits") -> list[str]:
         "doubled": of_partitions("pcdd", parameter="doubled"), "retry": of_partitions("dirichlet", parameter="retry"),
         "min_samples": of_partitions("dirichlet", "quantity", parameter="min_size"),
         "data_memory": ("data", ("auto", "stream")),
-        "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)),
+        "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)), "augment": ("task", (None,)),
         "lr_decay": where_given("lr_steps"), "task_split": where_given("task"),
         "track_every": where_given("track"), "track_local": where_given("track"),
         "public": ("method", public), "public_samples": ("method", public), "public_batch": ("method", exchanged),
@@ -428,6 +428,10 @@ def unused(config: RunConfig, traits: "Traits") -> list[str]:
     }  # fmt: skip
     if config.partition == "dirichlet" and not config.retry:
         readers["min_samples"] = "retry", (True,)
+    if config.optimizer == "sgd":
+        readers["optimizer_state"] = where_given("momentum")
+    if config.fine_tune_epochs and not traits.fine_tunes:
+        readers["fine_tune_epochs"] = "method", ()
     changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
     return [
         f"`{name}={value if isinstance(value, str) else f'{value:g}'}` has no effect "

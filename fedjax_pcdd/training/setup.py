@@ -25,6 +25,7 @@ from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
 from fedjax_pcdd.training.build import (
+    about_neck,
     about_norms,
     build_model,
     default_model,
@@ -229,8 +230,9 @@ class Setup:
         """Sentences about settings without effect, and the method's own advice about the settings."""
         config, method = self.pairs[e]
         first_simulation = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
-        norms = about_norms(config.bn, first_simulation.program.model, first_simulation.image_shape)
-        sentences = unused(config, method.traits()) + norms + misspelt(method, Method)
+        model = first_simulation.program.model
+        layers = about_neck(config.neck, model) + about_norms(config.bn, model, first_simulation.image_shape)
+        sentences = unused(config, method.traits()) + layers + misspelt(method, Method)
         return sentences + self.simulation.advice[e] + self._calibration[e]
 
     def start(self) -> State:

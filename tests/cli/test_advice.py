@@ -98,6 +98,11 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
     [
         ({"retry": False, "min_samples": 30}, "--min-samples=30 has no effect without --retry."),
         ({"optimizer": "adam", "momentum": 0.5}, "--momentum=0.5 has no effect with --optimizer=adam."),
+        ({"optimizer_state": "kept", "momentum": 0.0}, "--optimizer-state=kept has no effect without --momentum."),
+        ({"method": "ditto", "fine_tune_epochs": 5}, "--fine-tune-epochs=5 has no effect with --method=ditto."),
+        ({"method": "fedgela", "neck": 1}, "--neck=1 has no effect: the method chooses the neck."),
+        ({"method": "moon", "neck": 1, "projection": 8}, "--neck=1 has no effect: the method chooses the neck."),
+        ({"method": "feddf", "public_samples": 64, "teacher_mode": "train"}, "--teacher-mode=train has no effect with"),
         ({"focal_gamma": 3.0}, "--focal-gamma=3 has no effect with --loss=ce."),
         ({"lr_decay": 0.5}, "--lr-decay=0.5 has no effect without --lr-steps."),
         ({"data": "device", "data_memory": 100}, "--data-memory=100 has no effect with --data=device."),
@@ -122,6 +127,9 @@ def test_an_option_that_another_option_disables_is_said_to_have_no_effect(tmp_pa
         {"method": "fedmd", "public_samples": 64, "public_batch": 32, "transfer_epochs": 1, "pretrain_batch_size": 64},
         {"method": "fccl", "public_samples": 64, "pretrain_epochs": 1, "pretrain_batch_size": 64},
         {"track": "angles", "track_every": 2, "track_local": False},
+        {"method": "moon", "neck": 1, "momentum": 0.9, "optimizer_state": "kept", "fine_tune_epochs": 5},
+        {"optimizer": "adam", "optimizer_state": "kept"},
+        {"method": "fedgela", "neck": 1, "layers": 1},
     ],
 )
 def test_an_option_that_is_used_is_not_said_to_have_no_effect(tmp_path, capsys, options):
