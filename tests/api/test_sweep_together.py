@@ -25,6 +25,7 @@ from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method as FedAvg
 from fedjax_pcdd.training import loop
+from fedjax_pcdd.training.checkpoint import Pace
 from fedjax_pcdd.training.config import RunConfig, build
 from fedjax_pcdd.training.named_arrays import bytes_of
 from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
@@ -208,6 +209,15 @@ def test_an_experiment_that_cannot_be_prepared_is_named_and_others_run(tmp_path,
     assert sweep_main([*FLAGS, *options, f"--sweep-dir={tmp_path}"]) == 1
     assert "fedavg-classes-per-client=11-s0: " in capsys.readouterr().out
     assert (tmp_path / "fedavg-classes-per-client=4-s0" / "summary.json").is_file()
+
+
+@pytest.mark.thorough
+def test_experiments_trained_together_have_checkpoints_at_one_pace(tmp_path, monkeypatch):
+    paces, begin = [], Pace.begin
+    monkeypatch.setattr(Pace, "begin", lambda pace, *args: (paces.append(pace), begin(pace, *args)))
+    train(pairs(tmp_path, "fedavg", [{"seed": 0}, {"seed": 1}], rounds=1))
+    assert len(paces) == 2
+    assert paces[0] is paces[1]
 
 
 def test_together_1_runs_experiments_one_by_one(tmp_path, monkeypatch):

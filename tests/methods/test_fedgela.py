@@ -231,3 +231,18 @@ def test_options_of_the_etf_are_advised_against_with_a_learned_classifier(option
     for classifier, expected in (("learned", sentences), ("etf", 0)):
         _, advice = FedGELA(classifier=classifier, **options).configure(setting, None)
         assert len(advice) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [
+        ({"denominator": "present", "phi": "exp"}, "denominator=present"),
+        ({"denominator": "present", "phi": "none"}, "denominator=present"),
+        ({"gamma": "localgamma", "phi": "none"}, "gamma=localgamma"),
+        ({"denominator": "present", "phi": "sqrt", "gamma": "localgamma"}, None),
+    ],
+)
+def test_options_that_phi_leaves_without_effect_are_advised_against(options, idle):
+    setting = Setting(C, D, 1, 1, 1, 1, False)
+    _, advice = FedGELA(**options).configure(setting, None)
+    assert [sentence.split("`")[1] for sentence in advice] == [idle] * bool(idle)

@@ -20,6 +20,7 @@ from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.fine_tuning import fine_tuned
 from fedjax_pcdd.training.loop import Progress, loop
 from fedjax_pcdd.training.metrics import History, accuracy
+from fedjax_pcdd.training.progress import pa_name
 from fedjax_pcdd.training.protocols import by_epoch, protocol_of, rules
 from fedjax_pcdd.training.tasks import setup
 
@@ -265,6 +266,15 @@ def test_simulate_reports_all_protocols_under_their_names():
     tuned = fp.simulate(federation, "fedavg", pa_protocol="best_mean", **options)
     assert tuned.summary["pa_best"] == tuned.summary["pa_best_mean_best"] >= tuned.summary["pa_received_best"]
     assert tuned.summary["pa_protocol"].startswith("global model fine-tuned for 1 epochs, epoch with the best mean")
+
+
+@pytest.mark.thorough
+def test_pa_of_models_as_received_is_not_named_after_the_fine_tuning_that_follows():
+    federation = fp.partition(fp.load_dataset("digits"), clients=4, beta=1.0)
+    options = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 1, "batch_size": 50}
+    summary = fp.simulate(federation, "fedavg", pa_protocol="received", **options).summary
+    assert summary["pa_best"] == summary["pa_received_best"] != summary["pa_last_best"]
+    assert pa_name(summary) == "PA"
 
 
 @pytest.mark.thorough
