@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import rankdata, studentized_range
+from scipy.stats import rankdata, studentized_range, t
 
-SPAN = 0.025, 0.975  # quantiles
 DRAWS = 2000  # of the bootstrap
 
 
@@ -18,10 +17,10 @@ class Ranks(NamedTuple):
 
     Attributes:
       mean: [M].
-      low: [M] 2.5 % quantile of the bootstrap.
-      high: [M] 97.5 % quantile.
+      low: [M] lower end of its 95 % interval, at least 1.
+      high: [M] upper end, at most M.
       critical: mean ranks that differ by less are not distinguished at 5 % (Nemenyi); NaN with one split or method.
-      over: [M, 2] the same quantiles of the mean rank minus that of the baseline; None without a baseline.
+      over: [M, 2] ends of the interval of the mean rank minus that of the baseline; None without a baseline.
     """
 
     mean: np.ndarray
@@ -34,8 +33,10 @@ class Ranks(NamedTuple):
 def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
     """Mean ranks, with intervals from resampling splits, and seeds within each, with replacement.
 
-    All methods share the draws, so two methods can be compared by the interval of the difference of their mean ranks,
-    which is narrower than the interval of either.
+    All methods share the draws, so two methods can be compared by the interval of the difference of their mean ranks.
+    An interval is Student's with the standard deviation of the draws, widened by sqrt(n / (n - 1)) for n splits, since
+    quantiles of so few things drawn again are too narrow: with five splits those of 95 % cover 80 to 97 % in
+    simulations, these 92 to 99 %. Of a single split n counts the seeds, and the choice of the split is not covered.
 
     Args:
       scores: [M, B, N], larger is better; -inf for a run that diverged.
@@ -50,10 +51,18 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
     drawn_splits = rng.integers(splits, size=(DRAWS, splits))
     drawn_seeds = rng.integers(seeds, size=(DRAWS, splits, seeds))
     drawn = scores[:, drawn_splits[:, :, None], drawn_seeds].mean(-1)  # [M, DRAWS, B]
-    means = _ranked(drawn).mean(-1)  # [M, DRAWS]
-    low, high = np.quantile(means, SPAN, axis=1)
-    over = None if baseline is None else np.quantile(means - means[baseline], SPAN, axis=1).T
-    return Ranks(_ranked(scores.mean(-1)).mean(-1), low, high, critical_difference(methods, splits), over)
+    draws, mean = _ranked(drawn).mean(-1), _ranked(scores.mean(-1)).mean(-1)  # [M, DRAWS], [M]
+    n = splits if splits > 1 else seeds
+    low, high = np.clip(_interval(mean, draws, n), 1, methods)
+    over = None if baseline is None else _interval(mean - mean[baseline], draws - draws[baseline], n)
+    over = None if over is None else np.clip(over, 1 - methods, methods - 1).T
+    return Ranks(mean, low, high, critical_difference(methods, splits), over)
+
+
+def _interval(mean: np.ndarray, draws: np.ndarray, n: int) -> np.ndarray:
+    """Ends [2, M] of the 95 % intervals about means [M] of n things with draws [M, DRAWS]; infinite if n is 1."""
+    half = np.full(len(mean), np.inf) if n == 1 else t.ppf(0.975, n - 1) * np.sqrt(n / (n - 1)) * draws.std(1)
+    return np.stack([mean - half, mean + half])
 
 
 def _ranked(scores: np.ndarray) -> np.ndarray:
@@ -108,6 +117,6 @@ def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
     panel.set_yticks(positions, [names[i] for i in order], fontsize=8)
     panel.invert_yaxis()
     bars = "" if np.isnan(ranks.critical) else "; bars join what is not told apart at 5 %"
-    panel.set_xlabel(f"mean rank over the splits, with 95 % of the bootstrap{bars}")
+    panel.set_xlabel(f"mean rank over the splits, with 95 % intervals{bars}")
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

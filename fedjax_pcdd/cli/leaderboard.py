@@ -122,7 +122,6 @@ def _chosen(option: str, text: str | None, available: Sequence[str]) -> list[str
 
 def _ranking(page: Path, network: str, names: list[str], splits: list[str], scores: np.ndarray) -> list[str]:
     """A network's ranks as Markdown, with a picture beside the page; [] for fewer than two methods or no split."""
-
     if len(names) < 2 or not splits:
         return []
     baseline = names.index(BASELINE) if BASELINE in names else None
@@ -130,12 +129,12 @@ def _ranking(page: Path, network: str, names: list[str], splits: list[str], scor
     picture = page.parent / "images" / f"{page.stem}_{network.replace('/', '_')}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_ranks(names, ranked, picture)
-    remarks = f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % of a bootstrap over splits and seeds."
+    remarks = f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % intervals, by drawing splits and seeds again."
     remarks += f" {standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
     if len(splits) > 1:
         remarks += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
     else:
-        remarks += " Of one split the draws are of seeds alone, so that these intervals are too narrow."
+        remarks += " Of one split only seeds are drawn again, so that the choice of the split is not covered."
     table = _ranks_table(names, ranked, baseline)
     table = replace(table, title=f"Ranks, {network}", remarks=remarks)
     image = f"![Mean ranks of {len(names)} methods with their intervals, {network}](images/{picture.name})\n"
