@@ -129,8 +129,10 @@ def _ranking(page: Path, network: str, names: list[str], splits: list[str], scor
     picture = page.parent / "images" / f"{page.stem}_{network.replace('/', '_')}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_ranks(names, ranked, picture)
-    remarks = f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % intervals, by drawing splits and seeds again."
-    remarks += f" {standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
+    remarks = (
+        f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % intervals, by drawing splits and seeds "
+        f"again. {standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
+    )
     if len(splits) > 1:
         remarks += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
     else:

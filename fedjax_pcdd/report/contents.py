@@ -4,8 +4,10 @@ Accuracies are in percent, except where a paper prints shares. Standard deviatio
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.report.collect import RunRecord
@@ -24,6 +26,7 @@ from fedjax_pcdd.report.expected import (
 from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label, shared
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
+from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.progress import IN_TRAINING, pa_entries, pa_names, with_pa_named
 from fedjax_pcdd.training.protocols import needs_epochs
 
@@ -38,6 +41,7 @@ ACCURACIES = {
 SPREAD = {"pa_std": "PA std over clients", "pa_worst10": "PA of the worst tenth"}
 SECONDS = "seconds_per_round"
 HELD_OUT = "Best round, chosen by validation samples that are kept out of training."
+MIXED = "Best round, chosen by validation samples in some runs and by test samples in others: nothing is marked."
 MISSED = "/: not reached, by at least one seed."
 
 Runs = Sequence[RunRecord]
@@ -59,17 +63,16 @@ def own_table(group: Group) -> Table:
     rule = RULES.get(group.preset or "", BEST)
     summaries = [run.result for _, runs in experiments for run in runs]
     accuracies = _accuracies(summaries)
-    columns = [Column(accuracy.heading, accuracy.entry, best=1) for accuracy in accuracies]
-    spread = {n: heading for n, heading in SPREAD.items() if any(summary.get(n) is not None for summary in summaries)}
-    columns += [Column(heading, name, best=-1 if name == "pa_std" else 1) for name, heading in spread.items()]
+    columns = [
+        Column(column.heading, column.entry, best=-1 if column.entry == "pa_std" else 1) for column in accuracies
+    ]
     columns.append(Column("s a round", SECONDS))
     if targets:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
     rows = {}
     for names, runs in experiments:
-        rows[names] = [_accuracy(runs, accuracy) for accuracy in accuracies]
-        rows[names] += [_of_summary(runs, name, 100.0) for name in spread]
-        rows[names].append(_of_summary(runs, SECONDS, 1.0))
+        rows[names] = [_over_runs(runs, [_value(run.result, column) for run in runs], 100.0) for column in accuracies]
+        rows[names].append(_over_runs(runs, [run.result.get(SECONDS) for run in runs]))
         if targets:
             rows[names] += target_cells(runs, _references(experiments, names), rule)
     selection = _differing(group, "selected_on", "Best rounds are chosen by samples of")
@@ -77,30 +80,35 @@ def own_table(group: Group) -> Table:
     return _table(group.title, columns, rows, " ".join(filter(None, notes)))
 
 
-def _accuracies(summaries: Iterable[Mapping[str, Any]]) -> list[Accuracy]:
+def _accuracies(summaries: Sequence[Mapping[str, Any]]) -> list[Accuracy]:
     """The columns of accuracies; if PA was measured at several moments, each of them has its own."""
-    names = pa_names(summaries)
-    names = [*names, *({IN_TRAINING} - {*names})] if len(names) > 1 else names
+    moments = pa_names(summaries)
+    names = [*moments, *({IN_TRAINING} - {*moments})] if len(moments) > 1 else moments
     ga = [Accuracy(heading, entry) for entry, heading in ACCURACIES.items() if entry.startswith("ga")]
     pa = [(heading, entry) for entry, heading in ACCURACIES.items() if entry.startswith("pa")]
-    return ga + [Accuracy(heading.replace("PA", name), entry, name) for name in names for heading, entry in pa]
+    columns = ga + [Accuracy(heading.replace("PA", name), entry, name) for name in names for heading, entry in pa]
+    spread = [
+        Accuracy(heading.replace("PA", name) if len(moments) > 1 else heading, entry, name)
+        for name in moments
+        for entry, heading in SPREAD.items()
+    ]
+    return columns + [column for column in spread if any(_value(summary, column) is not None for summary in summaries)]
 
 
-def _accuracy(runs: Runs, column: Accuracy) -> Cell:
-    """An accuracy of runs in percent; empty if PA was not measured at the moment that the heading names."""
-    shares = []
-    for summary in (run.result for run in runs):
-        prefix = pa_entries(summary).get(column.moment) if column.moment else "ga"
-        shares.append(summary.get(prefix + column.entry[2:]) if prefix else None)
-    return over_seeds(shares, _lengths(runs), 100.0)
+def _value(summary: Mapping[str, Any], column: Accuracy) -> float | None:
+    """An accuracy in a summary; None if PA was not measured at the moment that the heading names."""
+    prefix = pa_entries(summary).get(column.moment) if column.moment else "ga"
+    return summary.get(prefix + column.entry[2:]) if prefix else None
 
 
-def _of_summary(runs: Runs, name: str, factor: float) -> Cell:
-    return over_seeds((run.result.get(name) for run in runs), _lengths(runs), factor)
+def _over_runs(runs: Runs, values: Sequence[float | None], factor: float = 1.0) -> Cell:
+    """Mean over runs of one setting, each of another seed."""
+    return over_seeds(values, map(_origin, runs), factor)
 
 
-def _lengths(runs: Iterable[RunRecord]) -> set[int]:
-    return {run.config["rounds"] for run in runs}
+def _origin(run: RunRecord) -> tuple[int, int, str]:
+    """What makes the number of a run comparable with that of another: its length, seed and choice of the best round."""
+    return run.config["rounds"], run.seed, run.result.get("selected_on", "test")
 
 
 def _column(metric: str, heading: str) -> Column:
@@ -117,9 +125,13 @@ def _table(title: str, columns: Sequence[Column], rows: Mapping[Names, Sequence[
 
 
 def _of_seeds(rows: Mapping[Any, Iterable[Cell]]) -> str:
-    """A remark if rows are means over different numbers of seeds, else ""."""
-    seeds = {cell.n for cells in rows.values() for cell in cells if cell.mean is not None}
-    return f"Means are over {min(seeds)} to {max(seeds)} seeds; among such nothing is marked." if len(seeds) > 1 else ""
+    """A remark if rows are means over different seeds, else ""."""
+    numbers = {cell.n for cells in rows.values() for cell in cells if cell.mean is not None}
+    if len(numbers) > 1:
+        return f"Means are over {min(numbers)} to {max(numbers)} seeds; among such nothing is marked."
+    columns = zip(*rows.values(), strict=True)
+    seeds = [{frozenset(seed for _, seed, *_ in cell.origin) for cell in column if cell.origin} for column in columns]
+    return "Means are over different seeds; among such nothing is marked." if any(len(s) > 1 for s in seeds) else ""
 
 
 def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
@@ -147,21 +159,37 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     labels, heads = (list(dict.fromkeys(key[i] for key in members)) for i in (0, 1))
     heads = sorted(heads) if all(map(_is_number, heads)) else heads
     is_share = metric.startswith(("ga_", "pa_")) and not metric.endswith("_round")
-    lines = []
+    varied = {name for cell in members.values() for name in differing([run.config for run in cell])}
+    varied |= {*differing([run.config for run in finished])} & {field.name for field in fields(RunConfig)}
+    varied, lines = sorted(varied - {rows, columns, "preset"}), []
     for value in labels:
-        cells = [_of_summary(members.get((value, head), ()), metric, 100.0 if is_share else 1.0) for head in heads]
+        cells = [_mean_of(members.get((value, head), ()), metric, varied, 100.0 if is_share else 1.0) for head in heads]
         lines.append(Row(str(value), tuple(cells), (str(value), "", "")))
-    varied = {name for cell in members.values() for name in differing([run.config for run in cell])} - {rows, columns}
-    remark = f"Cells are means over runs that also differ in {', '.join(sorted(varied))}." if varied else ""
+    remark = f"Runs also differ in {', '.join(varied)}; among cells of unlike ones nothing is marked." if varied else ""
     if metric.endswith("_best"):
         selections = dict.fromkeys(run.result.get("selected_on", "test") for run in finished)
         remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(selections)}.".strip()
-    remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
+    if rows != "seed":
+        remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
     direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
     headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=direction) for head in heads)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))
+
+
+def _mean_of(runs: Runs, metric: str, varied: Sequence[str], factor: float) -> Cell:
+    """Mean over the seeds of the mean over each seed's runs, which differ in the options `varied`."""
+    by_seed: dict[int, list[RunRecord]] = {}
+    for run in runs:
+        if (value := run.result.get(metric)) is not None and np.isfinite(value):
+            by_seed.setdefault(run.seed, []).append(run)
+    means = [sum(run.result[metric] for run in members) / len(members) for members in by_seed.values()]
+    origins = [
+        (None, seed, frozenset((_origin(run), str([run.config.get(name) for name in varied])) for run in members))
+        for seed, members in by_seed.items()
+    ]
+    return over_seeds(means, origins, factor)
 
 
 def _is_number(value: Any) -> bool:
@@ -170,12 +198,13 @@ def _is_number(value: Any) -> bool:
 
 def target_cells(runs: Runs, references: Runs, rule: Rule) -> tuple[Cell, Cell]:
     """Rounds to the target and speed-up over seeds; no mean where one of them never reached it."""
-    outcomes = [outcome for run in runs if (outcome := reached(run, references, rule)) is not None]
-    missed = sum(rounds is None for rounds, _ in outcomes)
+    outcomes = [(run, outcome) for run in runs if (outcome := reached(run, references, rule)) is not None]
+    missed = sum(rounds is None for _, (rounds, _) in outcomes)
     if missed:
         never = Cell(n=len(outcomes), text="/", note=f"not reached by {missed} of them")
         return never, never
-    rounds, speedups = (over_seeds((outcome[i] for outcome in outcomes), _lengths(runs)) for i in (0, 1))
+    origins = [_origin(run) for run, _ in outcomes]
+    rounds, speedups = (over_seeds((outcome[i] for _, outcome in outcomes), origins) for i in (0, 1))
     return rounds, speedups
 
 
@@ -246,8 +275,9 @@ def _paper_table(
         cells = [_ours(names, key, parts, runs, rule) for key, parts in columns.items()]
         rows[names] = [_beside(cell, paper.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
     heads = [_column(name, f"{split} {_heading(name)}".strip()) for split, name in columns]
-    validated = any(run.result.get("selected_on") == "validation" for members in runs.values() for run in members)
-    note = HELD_OUT if validated and metric.note == FLATTERED else metric.note
+    selections = {run.result.get("selected_on", "test") for members in runs.values() for run in members}
+    held_out = {frozenset({"test"}): FLATTERED, frozenset({"validation"}): HELD_OUT}.get(frozenset(selections), MIXED)
+    note = held_out if metric.note == FLATTERED else metric.note
     return _table(f"{preset}: {metric.title}", heads, rows, note or _target_note(metric, rule))
 
 
@@ -266,12 +296,11 @@ def _ours(names: Names, key: Key, parts: Sequence[str], runs: Mapping, rule: Rul
         experiments = [(entry_names, members) for (entry_names, part), members in runs.items() if part == split]
         cells = target_cells(runs.get((names, split), ()), _references(experiments, names), rule)
         return cells[TARGET_METRICS.index(metric)]
-    members = [runs.get((names, part), ()) for part in parts]
-    by_seed = [{run.seed: measured(run, metric) for run in part_runs} for part_runs in members]
-    values = [[part.get(seed) for part in by_seed] for seed in by_seed[0]]
-    measured_values = [[value for value in seed_values if value is not None] for seed_values in values]
-    means = [sum(seed_values) / len(parts) for seed_values in measured_values if len(seed_values) == len(parts)]
-    return over_seeds(means, _lengths(run for part_runs in members for run in part_runs))
+    by_seed = [{run.seed: run for run in runs.get((names, part), ())} for part in parts]
+    joint = [[part[seed] for part in by_seed] for seed in by_seed[0] if all(seed in part for part in by_seed)]
+    found = [[x for run in seed_runs if (x := measured(run, metric)) is not None] for seed_runs in joint]
+    means = [sum(values) / len(parts) if len(values) == len(parts) else None for values in found]
+    return over_seeds(means, [tuple(zip(*map(_origin, seed_runs), strict=True)) for seed_runs in joint])
 
 
 def _beside(ours: Cell, printed: Expected | None) -> Cell:

@@ -6,8 +6,9 @@ Terminal, Markdown, LaTeX (with the package booktabs) and CSV are written here; 
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class Cell:
       beside: what the paper prints for it.
       rank: 1 for the best of its column, 2 for the second best, else 0.
       note: a remark on it.
-      rounds: lengths of the runs behind it.
+      origin: what it is a mean over: of each run its length, its seed and what else may differ between rows.
     """
 
     mean: float | None = None
@@ -69,7 +70,7 @@ class Cell:
     beside: "Cell | None" = None
     rank: int = 0
     note: str = ""
-    rounds: frozenset[int] = frozenset()
+    origin: frozenset[Hashable] = frozenset()
 
     @property
     def difference(self) -> float | None:
@@ -112,17 +113,23 @@ class Table:
         return [True, *(column.left for column in self.columns)]
 
 
-def over_seeds(values: Iterable[float | None], rounds: Iterable[int] = (), factor: float = 1.0) -> Cell:
+def over_seeds(values: Iterable[float | None], origins: Iterable[Hashable] = (), factor: float = 1.0) -> Cell:
     """Mean and sample deviation of the values that exist and are finite, times a factor, as 100 for shares in percent.
+
+    Args:
+      values: one for each seed.
+      origins: of each value, for `Cell.origin`; () if all cells are of the same seeds.
 
     >>> over_seeds([1.0, None, 3.0]) == Cell(mean=2.0, std=2**0.5, n=2)
     True
     """
-    finite = factor * np.array([value for value in values if value is not None and np.isfinite(value)], float)
-    if not len(finite):
+    pairs = [pair for pair in zip_longest(values, origins) if pair[0] is not None and np.isfinite(pair[0])]
+    if not pairs:
         return Cell()
+    finite = factor * np.array([value for value, _ in pairs], float)
     std = float(finite.std(ddof=1)) if len(finite) > 1 else None
-    return Cell(float(finite.mean()), std, len(finite), rounds=frozenset(rounds))
+    origin = frozenset(origin for _, origin in pairs if origin is not None)
+    return Cell(float(finite.mean()), std, len(finite), origin=origin)
 
 
 def texts(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
@@ -161,8 +168,8 @@ def aside(cell: Cell, column: Column = PLAIN) -> str:
 def ranked(table: Table) -> Table:
     """The table with the best and second best of each column marked.
 
-    Nothing is marked among fewer than two numbers, nor if the rows of a column are of runs of different lengths or are
-    means over different numbers of seeds.
+    Nothing is marked among fewer than two numbers, nor if those of a column differ in their number or their origin, as
+    means over other seeds or of runs of another length.
     """
     ranks = [_ranks([row.cells[c] for row in table.rows], column.best) for c, column in enumerate(table.columns)]
     rows = tuple(
@@ -176,7 +183,7 @@ def _ranks(cells: Sequence[Cell], best: int) -> list[int]:
     """1 for the best, 2 for the second best, the same for equal ones, else 0."""
     means = [None if cell.mean is None else round(cell.mean, DIGITS) for cell in cells]
     numbers = [mean for mean in means if mean is not None]
-    origins = {(cell.rounds, cell.n) for cell in cells if cell.mean is not None}
+    origins = {(cell.n, cell.origin) for cell in cells if cell.mean is not None}
     if not best or len(numbers) < 2 or len(origins) > 1:
         return [0] * len(cells)
     leading = sorted(set(numbers), reverse=best > 0)[:2]

@@ -16,8 +16,8 @@ from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report import plots
 from fedjax_pcdd.report.collect import collect, read_record
-from fedjax_pcdd.report.contents import own_table, paper_tables, pivot
-from fedjax_pcdd.report.expected import EXPECTED, measured, read_expected
+from fedjax_pcdd.report.contents import HELD_OUT, MIXED, own_table, paper_tables, pivot
+from fedjax_pcdd.report.expected import EXPECTED, FLATTERED, measured, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, comma_separated, ranked, shown
@@ -681,7 +681,56 @@ def test_seeds_are_not_ranked_but_methods_are(tmp_path):
     assert [[cell.rank for cell in row.cells] for row in pivot(runs, "seed", "method", "ga_best").rows] == [[0], [0]]
     for run in runs:
         run.config["method"] = f"m{run.seed}"
+        run.config["seed"] = 0
     assert sorted(row.cells[0].rank for row in pivot(runs, "method", None, "ga_best").rows) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("selections", "note", "marks"),
+    [
+        (("test", "test"), FLATTERED, {1, 2}),
+        (("validation",) * 2, HELD_OUT, {1, 2}),
+        (("test", "validation"), MIXED, {0}),
+    ],
+)
+def test_a_papers_table_says_how_best_rounds_were_chosen(tmp_path, cells, experiments, selections, note, marks):
+    for method, ga, selection in zip(("fedavg", "fedrs"), (0.4, 0.5), selections, strict=True):
+        add_to_summary(in_preset(tmp_path / method, "A", method), ga_best=ga, selected_on=selection)
+    table, _ = toy_tables(collect([tmp_path]), cells, experiments)
+    assert table.remarks == note
+    assert {cell.rank for row in table.rows for cell in row.cells if cell.mean is not None} == marks
+
+
+def test_nothing_is_marked_among_means_over_different_seeds(tmp_path, experiments):
+    for seed, method in enumerate(("fedavg", "fedprox")):
+        write_run(tmp_path / method, ga=0.4 + seed / 10, seed=seed, method=method)
+    runs = collect([tmp_path])
+    (run_group,) = group(runs, Cells(experiments / "presets"))
+    for table in (own_table(run_group), pivot(runs, "method", None, "ga_best")):
+        assert "Means are over different seeds; among such nothing is marked." in table.remarks
+        assert {cell.rank for row in table.rows for cell in row.cells} == {0}
+
+
+def test_a_pivot_marks_nothing_among_runs_that_differ_in_what_it_does_not_show(tmp_path):
+    for method, betas in (("fedavg", (0.1, 0.5)), ("fedprox", (0.5, 0.1)), ("moon", (0.5,))):
+        for beta in betas:
+            write_run(tmp_path / f"{method}{beta}", ga=0.4 + beta / 10, method=method, beta=beta)
+    runs = collect([tmp_path])
+    unbalanced = pivot(runs, "method", None, "ga_best")
+    assert unbalanced.remarks.startswith("Runs also differ in beta; among cells of unlike ones nothing is marked.")
+    assert {cell.rank for row in unbalanced.rows for cell in row.cells} == {0}
+    balanced = pivot([run for run in runs if run.method != "moon"], "method", None, "ga_best")
+    assert [row.cells[0].rank for row in balanced.rows] == [1, 1]
+    assert {row.cells[1].rank for row in pivot(runs, "method", "beta", "ga_best").rows} == {1}
+
+
+def test_a_cell_of_a_pivot_is_a_mean_over_seeds_of_means_over_their_runs(tmp_path):
+    for seed, gas in enumerate(((0.2, 0.4), (0.5, 0.7))):
+        for beta, ga in zip((0.1, 0.5), gas, strict=True):
+            write_run(tmp_path / f"{beta}-{seed}", ga=ga, beta=beta, seed=seed)
+    (row,) = pivot(collect([tmp_path]), "method", None, "ga_best").rows
+    assert row.cells[0].n == 2
+    assert (row.cells[0].mean, row.cells[0].std) == (pytest.approx(45.0), pytest.approx(np.std([30, 60], ddof=1)))
 
 
 def test_a_pivot_sorts_its_columns_and_counts_the_newest_run_of_a_seed(tmp_path):
@@ -711,7 +760,8 @@ def test_headings_say_that_pa_is_after_fine_tuning(tmp_path, experiments):
 
 def test_pa_of_different_moments_has_separate_columns(tmp_path, experiments):
     tuned = {"pa_protocol": "global model fine-tuned for 10 epochs", "pa_best": 0.9, "pa_local_best": 0.7}
-    for name, entries in (("fedavg", tuned), ("fedgela", {"pa_protocol": "during training", "pa_best": 0.8})):
+    trained = {"pa_protocol": "during training", "pa_best": 0.8}
+    for name, entries in (("fedavg", tuned | {"pa_std": 0.1}), ("fedgela", trained | {"pa_std": 0.2})):
         folder = write_run(tmp_path / name, method=name)
         summary = json.loads((folder / "summary.json").read_text())
         (folder / "summary.json").write_text(json.dumps(summary | entries))
@@ -721,6 +771,9 @@ def test_pa_of_different_moments_has_separate_columns(tmp_path, experiments):
     assert "PA best" not in table.headings
     assert [cells_by_method[name]["PA after fine-tuning best"].mean for name in ("fedavg", "fedgela")] == [90.0, None]
     assert [cells_by_method[name]["PA in training best"].mean for name in ("fedavg", "fedgela")] == [70.0, 80.0]
+    for moment, spread in (("after fine-tuning", [10.0, None]), ("in training", [None, 20.0])):
+        column = f"PA {moment} std over clients"
+        assert [cells_by_method[name][column].mean for name in ("fedavg", "fedgela")] == spread
 
 
 @pytest.mark.thorough
