@@ -40,12 +40,13 @@ def draw_burdens(burdens: Sequence[Burden], path: str | Path) -> None:
     bars.bar(positions - 0.2, [entry.held / 1e6 for entry in burdens], 0.4, color=COLOURS[0])
     time.bar(positions + 0.2, [entry.seconds for entry in burdens], 0.4, color=COLOURS[1])
     frame(bars, title="what a client holds and computes", across="", upwards="millions of scalars (left bars)")
-    bars.set_xticks(positions, [entry.label for entry in burdens], rotation=60, fontsize=8)
+    bars.set_xticks(positions, [entry.label for entry in burdens], rotation=60, fontsize=8, parse_math=False)
     time.set_ylabel("seconds, times FedAvg (right bars)")
     front = pareto(burdens)
     scatter.plot([entry.seconds for entry in front], [100 * entry.ga for entry in front], color="0.7", zorder=0)
     for entry in burdens:
         scatter.plot(entry.seconds, 100 * entry.ga, "o", color=COLOURS[0])
-        scatter.annotate(entry.label, (entry.seconds, 100 * entry.ga), (4, 3), textcoords="offset points", fontsize=8)
+        point, style = (entry.seconds, 100 * entry.ga), {"fontsize": 8, "parse_math": False}
+        scatter.annotate(entry.label, point, (4, 3), textcoords="offset points", **style)
     frame(scatter, title="accuracy for time", across="seconds, times FedAvg", upwards="best GA, mean over splits (%)")
     figure.savefig(path)

@@ -67,10 +67,16 @@ def curve(axes: Any, x: np.ndarray, y: np.ndarray, *, deviation: np.ndarray | No
         axes.fill_between(x, y - deviation, y + deviation, color=colour, alpha=0.2, linewidth=0)
 
 
+def add_legend(owner: Any, *args: Any, **options: Any) -> None:
+    """Add a legend to a figure or to axes, in whose texts a dollar begins no formula, as names of runs may have one."""
+    for text in owner.legend(*args, frameon=False, **options).get_texts():
+        text.set_parse_math(False)
+
+
 def frame(axes: Any, *, title: str = "", across: str = "round", upwards: str = "", colour: str | None = None) -> None:
     """Set title, labels, grid and frame of a panel; `colour` applies to all, for backgrounds of unknown colour."""
     if title:
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, fontsize=10, parse_math=False)
     axes.set(xlabel=across, ylabel=upwards)
     if across == "round":
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
@@ -105,7 +111,7 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str)
     curve(loss, *series(rows, "loss"), color=OWN_COLOURS["loss"])
     frame(accuracy, across="", upwards="accuracy (%)")
     frame(loss, upwards=CURVES["loss"])
-    accuracy.set_title(title, loc="left", fontsize=11)
+    accuracy.set_title(title, loc="left", fontsize=11, parse_math=False)
     _name_ends(accuracy, curves)
     figure.savefig(path)
 

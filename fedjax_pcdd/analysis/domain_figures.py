@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.analysis.curves import COLOURS, curve, frame, look, series
+from fedjax_pcdd.analysis.curves import add_legend, curve, frame, look, series
 
 Sample = tuple[np.ndarray, np.ndarray]  # features [n, D] and labels [n]
 LAST = 20  # number of rounds whose changes are averaged
@@ -62,8 +62,8 @@ def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: st
             x, y = TSNE(init="pca", perplexity=perplexity, random_state=0).fit_transform(features).T
             panel.scatter(x, y, c=labels, cmap="tab10", s=5)
             panel.set(xticks=[], yticks=[])
-            panel.set_title(title, fontsize=9)
-        row[0].set_ylabel(name)
+            panel.set_title(title, fontsize=9, parse_math=False)
+        row[0].set_ylabel(name, parse_math=False)
     figure.savefig(path)
 
 
@@ -90,7 +90,7 @@ def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: 
         curve(right, *series(rows, "local_objective"), color=colour, linestyle=style)
     frame(left, title="own domain, mean over participants", upwards=f"top-{top} accuracy (%)")
     frame(right, title="local objective, mean over participants")
-    figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=9)
+    add_legend(figure, loc="outside lower center", ncols=7, fontsize=9)
     figure.savefig(path)
 
 
@@ -109,9 +109,9 @@ def draw_bars(panels: Mapping[str, Mapping[str, Sequence[float]]], groups: Seque
         width, ticks = 0.8 / len(bars), np.arange(len(groups))
         for i, (label, shares) in enumerate(bars.items()):
             panel.bar(
-                ticks + (i - (len(bars) - 1) / 2) * width, 100 * np.array(shares), width, label=label, color=COLOURS[i]
+                ticks + (i - (len(bars) - 1) / 2) * width, 100 * np.array(shares), width, label=label, color=look(i)[0]
             )
         frame(panel, title=title, across="", upwards="accuracy (%)")
         panel.set_xticks(ticks, groups, fontsize=8)
-    panel.legend(frameon=False, fontsize=8)
+    add_legend(panel, fontsize=8)
     figure.savefig(path)

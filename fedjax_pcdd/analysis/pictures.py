@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pcdd.analysis.curves import curve, frame, look, series
+from fedjax_pcdd.analysis.curves import add_legend, curve, frame, look, series
 from fedjax_pcdd.losses.correlation import cross_correlation
 from fedjax_pcdd.registry import short_name
 
@@ -69,9 +69,9 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
         frame(panel, title=title, upwards=label)
     if name == "spectrum":
         _eigenvalues(axes[-1], runs)
-    figure.suptitle(TITLES.get(name, short_name(name)), fontsize=11)
+    figure.suptitle(TITLES.get(name, short_name(name)), fontsize=11, parse_math=False)
     lines, labels = _key(axes[0], name, runs)
-    figure.legend(lines, labels, loc="outside lower center", ncols=3 * number, frameon=False, fontsize=9)
+    add_legend(figure, lines, labels, loc="outside lower center", ncols=3 * number, fontsize=9)
     figure.savefig(path)
 
 
@@ -96,14 +96,16 @@ def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str 
     figure.suptitle(TITLES[name], fontsize=11)
     all_rows = {label: [row for runs in groups.values() for row in runs.get(label, ())] for label in labels}
     lines, texts = _key(panels[0][0], name, all_rows)
-    figure.legend(lines, texts, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    add_legend(figure, lines, texts, loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path)
 
 
 def _curves(panel: Any, name: str, runs: Mapping[str, Rows], key: str) -> None:
     for i, rows in enumerate(runs.values()):
         for model, style in STYLES.items():
-            curve(panel, *series(rows, name, model, key), linestyle=style, color=look(i)[0])
+            colour = look(i)[0]
+            fill = "white" if model == "local" else colour  # of a single point, which shows no style of a line
+            curve(panel, *series(rows, name, model, key), linestyle=style, color=colour, markerfacecolor=fill)
     angles = [row[name]["etf"] for rows in runs.values() for row in rows if "etf" in (row.get(name) or {})]
     if angles:
         panel.axhline(angles[0], color="0.5", linewidth=1, linestyle=":")
@@ -157,7 +159,7 @@ def draw_bilateral(
     titles = ("generic accuracy (GA)", "FedAvg"), (f"personal accuracy ({pa})", reference)
     for panel, (title, dashed) in zip(panels, titles, strict=True):
         frame(panel, title=title, across="log10 E_W" + (f"; dashed: {dashed}" if references else ""), upwards="%")
-    panels[0].legend(frameon=False, fontsize=8)
+    add_legend(panels[0], fontsize=8)
     figure.savefig(path)
 
 
@@ -199,7 +201,8 @@ def draw_matrices(
     for line, row_matrices, title in zip(panels, rows, ("public images", "own images"), strict=False):
         for panel, matrix, name in zip(line, row_matrices, names, strict=True):
             image = panel.imshow(np.maximum(matrix, 0) if clip else matrix, vmin=-1, vmax=1, cmap="RdBu_r")
-            panel.set(title=name, xlabel="class of the mean", xticks=[], yticks=[])
+            panel.set(xlabel="class of the mean", xticks=[], yticks=[])
+            panel.set_title(name, parse_math=False)
         line[0].set_ylabel(f"class of its own\n{title}")
     figure.colorbar(image, ax=list(panels.flat), shrink=0.8)
     figure.savefig(path)

@@ -114,7 +114,7 @@ def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
     for number, (first, last) in enumerate(cliques(mean, ranks.critical)):
         x = len(names) + 0.6 + 0.25 * (number % 8)
         panel.plot([x, x], [first - 0.2, last + 0.2], color="0.4", linewidth=2, solid_capstyle="butt")
-    panel.set_yticks(positions, [names[i] for i in order], fontsize=8)
+    panel.set_yticks(positions, [names[i] for i in order], fontsize=8, parse_math=False)
     panel.invert_yaxis()
     bars = "" if np.isnan(ranks.critical) else "; bars join what is not told apart at 5 %"
     panel.set_xlabel(f"mean rank over the splits, with 95 % intervals{bars}")

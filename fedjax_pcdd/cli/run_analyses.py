@@ -98,7 +98,9 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
     if config.task is not None:
         raise UserError(f"{record.path} is a run over the domains of a task, which are not counted: leave it out.")
     dataset = sources.load(config.dataset, config.data_dir)
-    name = (config.models or config.model or default_model(dataset)).split(",")[0]
+    (name, *others) = dict.fromkeys((config.models or config.model or default_model(dataset)).split(","))
+    if others:
+        raise UserError(f"{record.path} has participants with different models, which are not counted: leave it out.")
     counts = counted(method, build_model(config, name, dataset), dataset.x_train.shape[1:], spoken_of(config, method))
     names = ("up", "down", "client", "held")
     cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
@@ -299,38 +301,52 @@ def grid(records: list[RunRecord], given: Options) -> str:
             raise UserError(f"{unknown[0].path / 'resolved.json'} has no hyper-parameters: leave the run out.")
         hyperparameters = [run.resolved["hyperparameters"] for run in method_runs]
         for name in [n for n in hyperparameters[0] if len({str(h[n]) for h in hyperparameters}) > 1]:
-            searched = _searched(method_runs, name)
-            held_out = all(run.result.get("selected_on") == "validation" for run in searched)
-            means = _means_by(searched, name, "ga_best")
-            scores = _means_by(searched, name, "ga_validation_best") if held_out else means
-            if not scores:
+            searched, sets = _searched(method_runs, name)
+            if not searched:
                 continue
+            held_out = all(run.result.get("selected_on") == "validation" for runs in searched.values() for run in runs)
+            means = _means(searched, "ga_best")
+            scores = _means(searched, "ga_validation_best") if held_out else means
             best = max(scores, key=lambda value: scores[value])
             paper = _paper(method_runs[0], name)
             gain = 100 * (means[best] - means[paper]) if paper in means else None
             best_text = _number(best) if isinstance(best, int | float) else str(best)
             numbers = [best_text, "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
-            lines.append([split, method, name, *numbers, _number(paper), _number(gain)])
+            which = name if sets == 1 else f"{name} (largest of {sets} sets of runs)"
+            lines.append([split, method, which, *numbers, _number(paper), _number(gain)])
     if not lines:
-        raise UserError("no runs of one method differ in a hyper-parameter: name those of a search or a sweep.")
+        raise UserError(
+            "no runs of one method and one seed differ in a single hyper-parameter: name those of a sweep over it."
+        )
     return table(["split", "method", "", "best", "chosen on", "GA best (%)", "paper", "GA over the paper's"], lines)
 
 
-def _means_by(records: list[RunRecord], name: str, measure: str) -> dict[float, float]:
-    """Means over the seeds of an entry of the summaries, by the values of a hyper-parameter."""
-    members: dict[float, list[RunRecord]] = {}
-    for record in records:
-        members.setdefault(record.resolved["hyperparameters"][name], []).append(record)
-    return {value: float(np.mean([run.result[measure] for run in newest(runs)])) for value, runs in members.items()}
+def _means(runs_by_value: dict[Any, list[RunRecord]], measure: str) -> dict[Any, float]:
+    """Means over the runs of an entry of the summaries, by the values of a hyper-parameter."""
+    return {value: float(np.mean([run.result[measure] for run in runs])) for value, runs in runs_by_value.items()}
 
 
-def _searched(records: list[RunRecord], name: str) -> list[RunRecord]:
-    """The largest set of runs that differ in one hyper-parameter (and the seed), and in no other option."""
-    groups: dict[str, list[RunRecord]] = {}
+def _searched(records: list[RunRecord], name: str) -> tuple[dict[Any, list[RunRecord]], int]:
+    """The largest set of runs that differ in one hyper-parameter (and the seed), and in no other option.
+
+    Returns:
+      Runs of the set by the value of the hyper-parameter, all of the same seeds; {} if no value has another beside it.
+      Then the number of such sets.
+    """
+    sets: dict[str, dict[Any, list[RunRecord]]] = {}
     other_options = [option for option in differing([record.config for record in records]) if option != name]
     for record in records:
-        groups.setdefault(str([record.config.get(option) for option in other_options]), []).append(record)
-    return max(groups.values(), key=len)
+        members = sets.setdefault(str([record.config.get(option) for option in other_options]), {})
+        members.setdefault(record.resolved["hyperparameters"][name], []).append(record)
+    compared = [paired for members in sets.values() if len(members) > 1 and (paired := _of_common_seeds(members))]
+    return max(compared, key=lambda members: sum(map(len, members.values())), default={}), len(compared)
+
+
+def _of_common_seeds(members: dict[Any, list[RunRecord]]) -> dict[Any, list[RunRecord]]:
+    """The newest runs of each value, of the seeds that all values have; {} if there is no such seed."""
+    common = set.intersection(*({run.seed for run in runs} for runs in members.values()))
+    kept = {value: [run for run in newest(runs) if run.seed in common] for value, runs in members.items()}
+    return kept if common else {}
 
 
 def _paper(record: RunRecord, metric: str, method: str | None = None) -> float | None:

@@ -221,11 +221,12 @@ def _draw_map(chart: Map, axes):
         shown, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r", norm=norm, extent=extent
     )
     axes.set(xlabel="client", ylabel="class")
-    axes.set_title(f"{chart.name}: {clients} clients, {classes} classes, {counts.sum()} samples")
+    title = f"{chart.name}: {clients} clients, {classes} classes, {counts.sum()} samples"
+    axes.set_title(title, parse_math=False)  # a name may have dollars
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=20, integer=True, min_n_ticks=1))
     if names is not None and len(names) <= 30:
-        axes.set_yticks(range(len(names)), labels=names)
+        axes.set_yticks(range(len(names)), labels=names, parse_math=False)
     axes.figure.colorbar(image, ax=axes, pad=0.02, label="training samples")
     if counts.size <= MOST_LABELLED_CELLS and clients <= 30:
         for (k, c), count in np.ndenumerate(counts):

@@ -9,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedjax_pcdd.analysis.curves import axis_of, curve, frame, look, series
+from fedjax_pcdd.analysis.curves import add_legend, axis_of, curve, frame, look, series
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.grouping import Group
 
@@ -53,7 +53,7 @@ def curves(group: Group, name: str, key: bool = False) -> str | None:
     if key:
         lines = [axes.plot([], [], color=colour, linestyle=style)[0] for colour, style, _ in legend(group)]
         texts = [text for _, _, text in legend(group)]
-        figure.legend(lines, texts, loc="outside lower left", frameon=False, fontsize=8, labelcolor=GREY)
+        add_legend(figure, lines, texts, loc="outside lower left", fontsize=8, labelcolor=GREY)
     return as_svg(figure, in_words(group, name))
 
 

@@ -275,7 +275,9 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, arguments, sentence):
 def test_arguments_that_an_analysis_would_ignore_are_refused(two_runs, capsys):
     counts_error = refusal(capsys, "partition", "--counts=counts.csv", "--partition=pcdd")
     assert counts_error == "--counts is all that is drawn: leave the other options out."
-    assert "no runs of one method differ in a hyper-parameter" in refusal(capsys, "grid", two_runs / "plain")
+    assert "no runs of one method and one seed differ in a single hyper-parameter" in refusal(
+        capsys, "grid", two_runs / "plain"
+    )
     preset_error = refusal(capsys, "traffic", two_runs / "plain", "--preset=fedmr/table3")
     assert preset_error == "--preset is for what the papers print: leave it out beside runs."
 
@@ -351,9 +353,31 @@ def test_a_search_selects_on_validation_samples_where_all_runs_have_them(tmp_pat
 
 
 def test_a_copied_run_counts_once_in_a_search(tmp_path, capsys):
-    for name, mu, ga, seed in (("a", 0.1, 0.5, 0), ("b", 0.1, 0.9, 1), ("copy", 0.1, 0.9, 1), ("c", 1.0, 0.2, 0)):
+    others = [("c", 1.0, 0.2, 0), ("d", 1.0, 0.2, 1)]
+    for name, mu, ga, seed in (("a", 0.1, 0.5, 0), ("b", 0.1, 0.9, 1), ("copy", 0.1, 0.9, 1), *others):
         write_run(tmp_path / name, ga, method="fedprox", mu=mu, seed=seed, origin={"hyperparameters": {"mu": mu}})
     assert "| 70.00 " in printed(capsys, "grid", tmp_path)
+
+
+def test_a_search_compares_values_over_the_seeds_that_all_of_them_have(tmp_path, capsys):
+    for name, mu, ga, seed in (("a", 0.1, 0.5, 0), ("b", 0.1, 0.9, 1), ("c", 1.0, 0.6, 0)):
+        write_run(tmp_path / name, ga, method="fedprox", mu=mu, seed=seed, origin={"hyperparameters": {"mu": mu}})
+    line = printed(capsys, "grid", tmp_path).splitlines()[2]
+    assert [cell.strip() for cell in line.split("|")[4:7]] == ["1", "test", "60.00"]
+
+
+def test_runs_of_a_search_that_differ_in_two_options_are_not_compared(tmp_path, capsys):
+    for i, (mu, lr) in enumerate(((0.1, 0.1), (1.0, 0.01), (10.0, 0.03))):
+        write_run(tmp_path / str(i), method="fedprox", mu=mu, lr=lr, origin={"hyperparameters": {"mu": mu}})
+    assert "differ in a single hyper-parameter" in refusal(capsys, "grid", tmp_path)
+
+
+def test_of_several_sets_of_runs_that_differ_in_one_option_the_largest_is_named(tmp_path, capsys):
+    points = [(0.1, 0.1, 0.9), (1.0, 0.1, 0.8), (0.1, 0.01, 0.1), (1.0, 0.01, 0.2), (10.0, 0.01, 0.3)]
+    for i, (mu, lr, ga) in enumerate(points):
+        write_run(tmp_path / str(i), ga, method="fedprox", mu=mu, lr=lr, origin={"hyperparameters": {"mu": mu}})
+    line = printed(capsys, "grid", tmp_path).splitlines()[2]
+    assert [cell.strip() for cell in line.split("|")[3:5]] == ["mu (largest of 2 sets of runs)", "10"]
 
 
 def test_hyper_parameters_that_are_words_can_be_searched_too(tmp_path, capsys):
