@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from fedjax_pcdd import models
 from fedjax_pcdd.api.runs import warn
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.dataset import Dataset, as_images, count_classes, largest_groups
+from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images, count_classes, largest_groups
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, shortened
 from fedjax_pcdd.methods import Traits
@@ -23,7 +23,6 @@ from fedjax_pcdd.training.build import federate
 from fedjax_pcdd.training.config import RUN, RunConfig, unused
 from fedjax_pcdd.training.fields import convert
 
-MOST_CLASSES = 100_000  # limit if C is counted from the labels: larger labels probably number something else
 _LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # data set -> options that load it again
 
 

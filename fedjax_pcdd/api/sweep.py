@@ -24,6 +24,7 @@ from fedjax_pcdd.api.records import Asked, Result
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
+from fedjax_pcdd.data.sources import name_of
 from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import Say, UserError, as_path, is_there, shortened, writing, yes_or_no
@@ -269,7 +270,8 @@ def program_key(config: RunConfig, method: Method) -> Hashable:
     if runs_alone or has_participants(config, method):
         return None
     fixed = tuple(getattr(config, name) for name in RUN if name not in FREE)
-    depends_on_seed = config.train_samples or config.test_samples or (config.augment and draws_once(config.dataset))
+    drawn_once = draws_once(name_of(config.dataset, config.data_dir), config.augment)
+    depends_on_seed = config.train_samples or config.test_samples or drawn_once
     data_seed = config.seed if depends_on_seed else None  # the data set or its augmentation depends on the seed
     own_clients = config.partition if has_clients(config.partition) else None  # as many as the partition defines
     return jax.tree.structure(method), fixed, own_clients, data_seed, config.resume is not None

@@ -39,7 +39,7 @@ class Pipeline:
       window: side of the central square that the model sees when `own` is not applied; 0 for the whole image.
 
     Raises:
-      UserError: an unknown crop, or constants that are not finite numbers.
+      UserError: an unknown crop, constants that are not finite numbers, or pixels or degrees that cannot be.
     """
 
     mean: tuple[float, ...] = (0.0,)
@@ -64,6 +64,11 @@ class Pipeline:
             raise UserError("must be above 0, as images are divided by it.", field="std")
         if self.crop not in ("none", "reflect", "zero"):
             raise UserError(f"crop must be 'none', 'reflect' or 'zero', not {self.crop!r}.")
+        for name in ("padding", "window"):
+            if not isinstance(pixels := getattr(self, name), int) or pixels < 0:
+                raise UserError(f"must be a number of pixels, 0 or more, not {shortened(pixels)}.", field=name)
+        if not isinstance(self.rotate, int | float) or not 0 <= self.rotate <= 180:
+            raise UserError(f"must be an angle from 0 to 180 degrees, not {shortened(self.rotate)}.", field="rotate")
 
     @property
     def random(self) -> bool:
@@ -110,9 +115,14 @@ def stem(name: str) -> str:
     return Path(name).stem if name.endswith(".npz") else name
 
 
-def draws_once(dataset_name: str) -> bool:
+def draws_once(dataset_name: str, augment: bool = True) -> bool:
     """Whether the customary augmentation is drawn once for the whole data set, so that it depends on the seed."""
-    return stem(dataset_name) == "isic2019"
+    return augment and stem(dataset_name) == "isic2019"
+
+
+def customary(dataset_name: str) -> tuple[Pipeline, bool]:
+    """What a data set's name decides: its pipeline, and `draws_once`."""
+    return _CUSTOMARY.get(stem(dataset_name), Pipeline()), draws_once(dataset_name)
 
 
 def pipeline(
@@ -122,7 +132,7 @@ def pipeline(
     """The pipeline of a data set (table in docs/data.md); UserError if its images do not fit the constants.
 
     Args:
-      dataset_name: as in `sources.DATASETS`; unknown ones are scaled to [0, 1] and not augmented.
+      dataset_name: its own name, as in `sources.DATASETS`; unknown ones are scaled to [0, 1] and not augmented.
       augment: False leaves the images as they are, as FedGELA's published code does on CIFAR10.
       image_shape: (H, W, channels).
       text: whether the data set is a text, whose codes are left as they are.
@@ -135,8 +145,8 @@ def pipeline(
         raise UserError(f"`augmentation={own}` needs `augment`, which is off: drop one of the two.")
     if text:
         return Pipeline(codes=True)
-    customary = _CUSTOMARY.get(stem(dataset_name), Pipeline())
-    plain = Pipeline(customary.mean, customary.std)
+    usual, drawn = customary(dataset_name)
+    plain = Pipeline(usual.mean, usual.std)
     height, width, channels = image_shape
     if len(plain.mean) not in (1, channels):
         expected = len(plain.mean)
@@ -146,14 +156,14 @@ def pipeline(
         if not callable(function):
             raise UserError(f"augmentation {own} must be a function of an image and a key.")
         return replace(plain, own=function)
-    if draws_once(dataset_name):
+    if drawn and height != width:
+        raise UserError(f"images of {dataset_name} are square, not {height}x{width}: crop them, or rename it.")
+    if drawn:
         window = window_of(height)
         return replace(plain, own=drawn_once(window, seed) if augment else None, window=window)
     if not augment:
         return plain
-    if customary.crop == "reflect" and min(height, width) <= customary.padding:
-        raise UserError(f"images of {height}x{width} are too small to be cropped; switch augmentation off.")
-    return customary
+    return usual
 
 
 def public_pipeline(name: str, side: int = 32) -> Pipeline:
@@ -161,7 +171,7 @@ def public_pipeline(name: str, side: int = 32) -> Pipeline:
 
     `side` is that of the images in pixels; the crop's border is an eighth of it, 4 for the published 32.
     """
-    constants = _CUSTOMARY.get(stem(name), Pipeline()) if name.startswith("cifar100") else DOMAIN_PIPELINE
+    constants = customary(name)[0] if stem(name).startswith("cifar100") else DOMAIN_PIPELINE
     return replace(_CIFAR100, mean=constants.mean, std=constants.std, padding=side // 8)
 
 
@@ -171,6 +181,11 @@ def check_own(pipeline: Pipeline, shape: tuple[int, ...], dtype: Any) -> None:
         if len(values) not in (1, shape[-1]):
             unfit = f"is for {len(values)} channels but the images have {shape[-1]}"
             raise UserError(f"of the pipeline {unfit}: give one for each.", field=name)
+    height, width = shape[:2]
+    if pipeline.crop == "reflect" and min(height, width) <= pipeline.padding:
+        raise UserError(f"images of {height}x{width} are too small to be cropped; switch augmentation off.")
+    if pipeline.window > min(height, width):
+        raise UserError(f"of the pipeline is larger than images of {height}x{width}: lower it.", field="window")
     if pipeline.own is None:
         return
     name, wanted = getattr(pipeline.own, "__name__", "of your own"), (pipeline.shape(shape), jnp.dtype(dtype))

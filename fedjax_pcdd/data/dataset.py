@@ -15,6 +15,7 @@ from fedjax_pcdd.errors import UserError
 # A function of "train" or "test" and its labels [n]: positions of the samples to keep, None for all of them.
 Keep = Callable[[str, np.ndarray], np.ndarray | None]
 
+MOST_CLASSES = 100_000  # limit if C is counted from the labels: larger labels probably number something else
 LOOKED_AT = 1000  # images that are inspected first: they mostly show whether there are levels above 1
 
 

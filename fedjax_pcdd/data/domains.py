@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.augment import stem
 from fedjax_pcdd.data.domain_shifts import (
     DOMAIN_SHIFTS,
     public_digit_labels,
@@ -170,9 +171,9 @@ def load_public(
     images = _public_images(name, data_dir, side)
     if not 1 <= samples <= len(images):
         raise UserError(f"'{name}' has {len(images)} images: ask for 1 to {len(images)} samples, not {samples}.")
-    random = _generator(seed, f"{name} public")
+    random = _generator(seed, f"{stem(name)} public")
     images = images[random.permutation(len(images))[:samples]]
-    if name == "tiny_imagenet":
+    if stem(name) == "tiny_imagenet":
         images = windows(images, side, random)
     return resize(images, side)
 
@@ -187,7 +188,7 @@ def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, 
     labels = public_digit_labels() if name == "digits_public" else _labels(name, sources.root_of(data_dir))
     if labels is None or labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
         raise UserError(f"'{name}' has no labels of its images: add y_train to it, or train without `transfer_epochs`.")
-    return labels[_generator(seed, f"{name} public").permutation(len(labels))[:samples]].astype(np.int32)
+    return labels[_generator(seed, f"{stem(name)} public").permutation(len(labels))[:samples]].astype(np.int32)
 
 
 def _public_images(name: str, data_dir: str | os.PathLike | None, side: int) -> np.ndarray:
@@ -262,6 +263,8 @@ def _from_archive(name: str, root: Path, seed: int, split: str) -> list[Domain]:
         rows = rows[np.argsort(y[rows], kind="stable")]
         tests = _held_out(y[rows], _generator(seed, f"{domain_name} tests"))
         train, test = rows[~tests], rows if split == "code" else rows[tests]
+        if not len(test):
+            raise UserError(f"{file} has too few images of '{domain_name}' for tests: put four of a class there.")
         pools.append(Domain(domain_name, x[train], y[train], x[test], y[test]))
     return pools
 
@@ -287,7 +290,10 @@ def _fault(arrays: dict[str, np.ndarray], recipe: Recipe) -> str | None:
             return f"{key} must be integers [{len(x)}], not {values.dtype} {list(values.shape)}"
     if y.size and not 0 <= y.min() <= y.max() < recipe.num_classes:
         return f"y must lie in [0, {recipe.num_classes}), not from {y.min()} to {y.max()}"
-    present = names.astype(str).ravel().tolist()
+    try:
+        present = names.astype(str).ravel().tolist()
+    except UnicodeDecodeError:
+        return "its domains must be texts, not bytes"
     absent = [name for name in recipe.domains if name not in present or not np.any(domain == present.index(name))]
     return f"it has no images of {', '.join(absent)}" if absent else None
 

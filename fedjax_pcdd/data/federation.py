@@ -47,7 +47,10 @@ class Federation:
         for part, lists in zip(("training", "test"), self.partition, strict=True):
             whole_numbers(lists, "the partition", part)
         object.__setattr__(self, "partition", Partition(*map(Lists.of, self.partition)))
-        for part, lists in zip(("train", "test"), self._lists, strict=True):
+        validation = self._lists[0] if self.validation is None else self.validation
+        if len(validation) != self.num_clients:
+            raise UserError(f"{self.num_clients} clients need as many validation lists, not {len(validation)}.")
+        for part, lists in (("train", self._lists[0]), ("train", validation), ("test", self._lists[1])):
             samples = len(getattr(self.dataset, f"y_{part}"))
             outside = lists.flat[(lists.flat < 0) | (lists.flat >= samples)]
             if outside.size:
@@ -119,7 +122,7 @@ class Federation:
     def save(self, path: str | Path):
         """Write the partition (not the images) to an `.npz` file that `load_partition` reads."""
         extra_lists = {} if self.validation is None else {"validation": self.validation}
-        save_partition(self.partition, path, extra_lists)
+        save_partition(self.partition, path, extra_lists, (self.dataset.y_train, self.dataset.y_test))
 
 
 def hold_out(federation: Federation, share: float, seed: int) -> Federation:

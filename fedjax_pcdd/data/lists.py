@@ -4,6 +4,7 @@ A file is the `partition.npz` of any run, or an npz archive of lists `train_0`, 
 samples are to be divided like the training samples, `test_0`, `test_1`, ... Letters: K clients, C classes, n samples.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError
+
+_LABELS = "labels"  # in the file of a run: number and checksum of the data set's labels
 
 
 class Lists(Sequence[np.ndarray]):
@@ -99,14 +102,39 @@ def following(train: Sequence[np.ndarray], y_train: ArrayLike, y_test: ArrayLike
     return Lists(members[np.argsort(owners, kind="stable")], dealt.sum(1))
 
 
-def save_partition(partition: Partition, path: str | Path, more: Mapping[str, Lists]) -> None:
-    """Write a partition and further lists to an npz file: for each the concatenated lists, starts and sizes."""
+def save_partition(
+    partition: Partition, path: str | Path, more: Mapping[str, Lists], labels: Sequence[np.ndarray] | None = None
+) -> None:
+    """Write a partition and further lists to an npz file: for each the concatenated lists, starts and sizes.
+
+    Args:
+      labels: training and test labels of the data set, so that `check_labels` can tell it from another.
+    """
     arrays = {}
     for name, index_lists in (*partition._asdict().items(), *more.items()):
         lists = Lists.of(index_lists)
         arrays |= {name: lists.flat, f"{name}_start": lists.starts, f"{name}_size": lists.sizes}
     with open(path, "wb") as file:
-        np.savez_compressed(file, **{name: array.astype(np.int32) for name, array in arrays.items()})
+        stored: Any = {name: array.astype(np.int32) for name, array in arrays.items()}
+        np.savez_compressed(file, **stored | ({} if labels is None else {_LABELS: _checksums(labels)}))
+
+
+def _checksums(labels: Sequence[np.ndarray]) -> np.ndarray:
+    """Number and CRC-32 of the labels of each part, [2, 2] int64."""
+    parts = [np.ascontiguousarray(y, np.int32) for y in labels]
+    return np.array([(len(part), zlib.crc32(part.tobytes())) for part in parts], np.int64)
+
+
+def check_labels(path: str | Path, *labels: np.ndarray) -> None:
+    """Raise a UserError if the partition of a file was made for training and test labels other than these."""
+    recorded = read_arrays(path, (_LABELS,)).get(_LABELS)
+    if recorded is None or np.array_equal(recorded, current := _checksums(labels)):
+        return
+    made, here = (f"{train} training and {test} test samples" for train, test in (recorded[:, 0], current[:, 0]))
+    raise UserError(
+        f"{path} was made for other labels ({made}; here are {here}): use the data set, `train_samples`, "
+        "`test_samples`, `seed` and, if it was `natural`, `clients` with which it was made."
+    )
 
 
 def load_validation(path: str | Path) -> Lists | None:

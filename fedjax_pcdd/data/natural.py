@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd.data.dataset import Dataset, as_images
+from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, failed_write, in_one_line, is_there, shortened
 
@@ -58,23 +58,29 @@ def write_federation(
     Args:
       path: a folder that does not exist yet.
       clients: a federation, or for each client (x_train, y_train) or (x_train, y_train, x_test, y_test); this can be a
-        generator, as only one client at a time is in memory.
+        generator, as only one client at a time is in memory. One without samples is left out.
       num_classes: C; None for one more than the largest label.
       class_names: C names.
-      name: of the data set; None for the folder's.
+      name: of the data set; None for a federation's own, else for the folder's.
 
     Returns:
       The folder; `partition="natural"` gives each client its own samples.
 
     Raises:
-      UserError: the folder exists or cannot be written, there are no clients, or samples do not fit together.
+      UserError: the folder exists or cannot be written, there are no clients, one of a federation has no samples, or
+        samples do not fit together.
     """
-    folder = as_path(path, "path")
+    folder, text = as_path(path, "path"), False
     if is_there(folder, Path.exists):
         raise UserError(f"{folder} exists already: choose another folder for the federation.")
+    if num_classes is not None and (not isinstance(num_classes, int | np.integer) or num_classes < 1):
+        raise UserError(f"must be a number of classes, not {shortened(num_classes)}.", field="num_classes")
+    listed = isinstance(class_names, Sequence | np.ndarray) and not isinstance(class_names, str)
+    if class_names is not None and not (listed and all(isinstance(one, str) for one in class_names)):
+        raise UserError(f"must be a list of names, not {shortened(class_names)}.", field="class_names")
     if isinstance(clients, Federation):
-        num_classes, class_names = clients.dataset.num_classes, clients.dataset.class_names
-        clients = _clients_of(clients)
+        data, clients = clients.dataset, _clients_of(clients)
+        num_classes, class_names, name, text = data.num_classes, data.class_names, name or data.name, data.text
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -83,7 +89,7 @@ def write_federation(
     try:
         with ExitStack() as files:
             largest = _write_clients(temporary, clients, files)
-        _write_meta(temporary, name or folder.name, largest, num_classes, class_names)
+        _write_meta(temporary, name or folder.name, largest, num_classes, class_names, text)
         temporary.rename(folder)
     except OSError as error:
         raise failed_write(error, folder, "another folder") from error
@@ -92,12 +98,17 @@ def write_federation(
     return folder
 
 
-def _write_meta(folder: Path, name: str, largest: int, classes: int | None, names: Sequence[str] | None) -> None:
-    """Write name, number of classes and class names; UserError if labels need more classes."""
-    count = largest + 1 if classes is None else classes
+def _write_meta(
+    folder: Path, name: str, largest: int, classes: int | None, names: Sequence[str] | None, text: bool
+) -> None:
+    """Write what is known beside the samples; UserError if labels need more classes."""
+    count = largest + 1 if classes is None else int(classes)
+    if classes is None and largest >= MOST_CLASSES:
+        raise UserError(f"labels run to {largest}, which is no class: number them from 0, or give `num_classes`.")
     if largest >= count:
         raise UserError(f"labels run to {largest}, but there are {count} classes: give `num_classes` as it is.")
     meta = {"format": 1, "name": name, "num_classes": count, "class_names": None if names is None else list(names)}
+    meta |= {"text": True} if text else {}
     (folder / META).write_text(json.dumps(meta), encoding="utf-8")
 
 
@@ -105,7 +116,9 @@ def _clients_of(federation: Federation) -> Iterator[tuple[np.ndarray, ...]]:
     if federation.validation is not None:
         raise UserError("validation samples would be nobody's: write the federation before they are held out.")
     data, (train, test) = federation.dataset, federation.partition
-    for train_rows, test_rows in zip(train, test, strict=True):
+    for k, (train_rows, test_rows) in enumerate(zip(train, test, strict=True)):
+        if not len(train_rows) + len(test_rows):
+            raise UserError(f"client {k} has no samples, so the clients after it would move up: leave it out.")
         yield data.x_train[train_rows], data.y_train[train_rows], data.x_test[test_rows], data.y_test[test_rows]
 
 
@@ -113,20 +126,25 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
     """Write the samples of all clients and return the largest label."""
     files: dict[str, _Growing] = {}
     sizes: dict[str, list[int]] = {part: [] for part in _PARTS}
-    largest = -1
+    largest, brightest = -1, 0
     if not isinstance(clients, Iterable):
         raise UserError(f"takes the samples of one client after another, not {shortened(clients)}.", field="clients")
     for k, samples in enumerate(clients):
         if not isinstance(samples, list | tuple) or len(samples) not in (2, 4):
             raise UserError(f"client {k} must be (x_train, y_train, x_test, y_test), not {shortened(samples)}.")
         for part, (x, y) in zip(_PARTS, (samples[:2], samples[2:] or ((), ())), strict=True):
-            y = np.asarray(y, None if len(y) else np.int32)
+            y = np.asarray(y)
+            if y.ndim != 1:
+                raise UserError(f"the {part} labels of client {k} must be integers [n], not {shortened(y)}.")
             sizes[part].append(len(y))
             if not len(y):
                 continue
-            x, is_integer = as_images(x, f"the {part} samples of client {k}"), np.asarray(x).dtype.kind in "iu"
-            if y.dtype.kind not in "iu" or y.shape != (len(x),) or y.min() < 0:
+            given = np.asarray(x).dtype
+            x, is_integer = as_images(x, f"the {part} samples of client {k}"), given.kind in "iu"
+            if y.dtype.kind not in "iu" or y.shape != (len(x),) or not 0 <= y.min() <= y.max() < 2**31:
                 raise UserError(f"the {part} labels of client {k} must be {len(x)} integers from 0.")
+            if given == np.uint8:  # one client's images may be black; those of all are looked at below
+                x, brightest = x.astype(np.uint8), max(brightest, int(x.max()))
             files = files or _opened(folder, x, opened)
             file = files[f"x_{part}"]
             if is_integer and file.dtype == np.uint8 and x.dtype != np.uint8 and 0 <= x.min() <= x.max() <= 1:
@@ -141,6 +159,8 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
             largest = max(largest, int(y.max()))
     if not files:
         raise UserError("there are no clients with samples: give (x_train, y_train, x_test, y_test) of each.")
+    if files["x_train"].dtype == np.uint8 and brightest == 1:
+        raise UserError("all images are 0 or 1 in uint8, which would be divided by 255: give them as float32.")
     for part, counts in sizes.items():
         np.save(folder / f"offsets_{part}.npy", np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
     return largest
@@ -162,6 +182,14 @@ def is_federation(folder: Path) -> bool:
     return is_there(folder / META)
 
 
+def name_in(folder: Path) -> str:
+    """The name of the data set in such a folder; the folder's if the file that has it cannot be read."""
+    try:
+        return str(json.loads((folder / META).read_text(encoding="utf-8"))["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder.name
+
+
 def read_federation(folder: Path) -> Dataset:
     """Read the data set of such a folder: images are memory-mapped, groups are the clients' numbers.
 
@@ -179,7 +207,8 @@ def read_federation(folder: Path) -> Dataset:
                 raise ValueError(f"x, y and offsets of {part} do not fit together")
             groups = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
             fields |= {f"x_{part}": x, f"y_{part}": y, f"groups_{part}": groups}
-        return Dataset(meta["name"], **fields, num_classes=meta["num_classes"], class_names=names)  # pyright: ignore
+        known: Any = {"num_classes": meta["num_classes"], "class_names": names, "text": meta.get("text", False)}
+        return Dataset(meta["name"], **fields, **known)
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:

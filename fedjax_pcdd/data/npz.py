@@ -252,7 +252,10 @@ def _classes(archive: Archive, y: np.ndarray) -> tuple[tuple[str, ...] | None, i
     classes = archive.read("classes")
     if classes.ndim != 1 or low < 0 or high >= len(classes):
         raise UserError(f"its labels run from {low} to {high}, but classes has shape {list(classes.shape)}.")
-    return tuple(classes.astype(str).tolist()), len(classes)
+    try:
+        return tuple(classes.astype(str).tolist()), len(classes)
+    except UnicodeDecodeError:
+        raise UserError("its classes must be texts, not bytes.") from None
 
 
 def decode_delta(delta: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_pcdd.data.lists import Lists, Partition, checked, load_partition
+from fedjax_pcdd.data.lists import Lists, Partition, check_labels, checked, load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, from_outside, is_import_path, located, nearest_part
 
@@ -68,7 +68,10 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     """
     check_name(name)
     if is_file(name):
-        return checked(load_partition(located(name)), y_train, y_test, name)
+        file = located(name)
+        lists = load_partition(file)
+        check_labels(file, np.asarray(y_train), np.asarray(y_test))
+        return checked(lists, y_train, y_test, name)
     function = PARTITIONS.find(name)
     requested = options.get("clients")
     available = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}

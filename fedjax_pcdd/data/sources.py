@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset, Keep, keep_all
-from fedjax_pcdd.data.natural import is_federation, read_federation
+from fedjax_pcdd.data.natural import is_federation, name_in, read_federation
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.data.prepared import prepared_version, read_tfds
 from fedjax_pcdd.errors import UserError, is_there, nearest
@@ -76,9 +76,8 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     if name == "digits":
         return _digits()
     root = root_of(data_dir)
-    for folder in (Path(name).expanduser(), root / name):
-        if name and is_federation(folder):
-            return read_federation(folder)
+    if folder := _federation(name, root):
+        return read_federation(folder)
     if name.endswith(".npz"):
         return read_npz(located(name), keep=keep, mapped=mapped)
     if is_import_path(name) or name in LOADERS:
@@ -98,6 +97,17 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
         if prepared := prepared_version(folder):
             return read_tfds(prepared, name, mapped)
     raise UserError(_advice(name, root, file, root / tfds_name))
+
+
+def _federation(name: str, root: Path) -> Path | None:
+    """The folder of a federation on disk that an option means, if it means one."""
+    return next((folder for folder in (Path(name).expanduser(), root / name) if name and is_federation(folder)), None)
+
+
+def name_of(name: str, data_dir: str | os.PathLike | None = None) -> str:
+    """The name of the data set that an option means, without reading it; of one from a function, the option itself."""
+    folder = _federation(name, root_of(data_dir))
+    return name_in(folder) if folder else name
 
 
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:

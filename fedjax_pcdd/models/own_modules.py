@@ -88,9 +88,14 @@ def _with_valid_samples(layer: nn.BatchNorm, call: Callable, mask: jax.Array, x:
 
 
 def _positions(mask: jax.Array, x: jax.Array) -> jax.Array | None:
-    """The mask [B] as Flax's batch norms take it: all True if no sample is valid, None if x has another batch size."""
-    if len(mask) != len(x):
+    """The mask [B] as Flax's batch norms take it: all True if no sample is valid, None if x has another batch size.
+
+    Of n B rows, as where the patches of an image are samples, n belong to each sample, one sample after another.
+    """
+    rows, rest = divmod(len(x), len(mask))
+    if rest or not rows:
         return None
+    mask = jnp.repeat(mask, rows)
     return jnp.where(mask.any(), mask, 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
 
 
@@ -267,6 +272,7 @@ def adapted(
     image, heads = jnp.zeros((1, *image_shape)), []
     with from_outside(f"model {name} fails on images of {'x'.join(map(str, image_shape))}"):
         out = jax.eval_shape(lambda: find_head(module, image, heads))
+    _check_variables(module, name, image)
     if not isinstance(out, jax.ShapeDtypeStruct) or len(out.shape) != 2 or out.shape[0] != 1:
         shapes = jax.tree.map(lambda leaf: [*leaf.shape], out)
         raise UserError(f"model {name} gives {shapes} for one image: it must give features or logits, [1, width].")
@@ -281,6 +287,27 @@ def adapted(
         return module, None
     head: OwnHead = heads[0]
     return (module.clone(cut=head.path), head._replace(path=())) if isinstance(module, NnxBackbone) else (module, head)
+
+
+def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
+    """Raise a UserError for variables that cannot be averaged, and norms whose statistics would include padding."""
+    arguments = spelled(type(module).__call__, False, None)
+    variables: Any = jax.eval_shape(lambda: module.init(jax.random.key(0), image, **arguments))
+    leaves: Any = flatten_dict(dict(variables))
+    if others := ["/".join(map(str, path)) for path, x in leaves.items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
+        kind = "as a number with a fraction, which it becomes by averaging; a NumPy array in the module's code stays"
+        with from_outside(f"model {name} cannot use '{others[0]}' {kind}"):
+            averaged = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape).astype(jnp.float32), variables))
+            jax.eval_shape(lambda v: module.apply(v, image, **arguments), averaged)
+    if isinstance(module, NnxBackbone):
+        instance = nnx.eval_shape(lambda: module.make(nnx.Rngs(0)))
+        layers: list[tuple[Path, Any]] = list(nnx.iter_modules(instance))
+        own = [type(n).__name__ for _, n in layers if isinstance(n, nnx.BatchNorm) and type(n) is not _BatchNorm]
+        if own and "mask" not in spelled(type(instance).__call__, False, None):
+            raise UserError(
+                f"model {name} has a batch norm of a class of its own, {own[0]}, to which padding would count: let the "
+                "module take `mask` and pass it on, or use nnx.BatchNorm."
+            )
 
 
 def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:

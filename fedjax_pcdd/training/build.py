@@ -1,6 +1,6 @@
 """Parts of a run from its options: data, federation, model, local training."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,11 @@ def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
             f"{config.partition} has {len(client_lists.train)} clients, not {config.clients}: drop `clients`."
         )
     validation = load_validation(located(config.partition)) if is_file(config.partition) else None
+    federation = Federation(dataset, client_lists, validation)
     if validation is not None and config.validation is None:  # without the option, all samples are for training
         joined = [np.concatenate(lists) for lists in zip(client_lists.train, validation, strict=True)]
-        client_lists, validation = client_lists._replace(train=Lists.of(joined)), None
-    return validated(config, Federation(dataset, client_lists, validation))
+        federation = replace(federation, partition=client_lists._replace(train=Lists.of(joined)), validation=None)
+    return validated(config, federation)
 
 
 def share_kept(federation: Federation) -> float | None:
@@ -141,13 +142,19 @@ def local_training(config: RunConfig, method: Method) -> Local:
     return Local(**shared | {"epochs": config.local_epochs or 1, "clip": clip, "lr_steps": rounds_of(config.lr_steps)})
 
 
-def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
+def public_images(config: RunConfig, federation: Federation) -> np.ndarray:
     """Unlabelled images [N, H, W, channels] in the shape of the private ones; colours are averaged for grey ones.
 
     Raises:
-      UserError: no data set is named, and none is built in for these images.
+      UserError: no data set is named, none is built in for these images, or there are no public images of their shape.
     """
     name, samples = _public_set(config)
+    shape = federation.image_shape
+    if shape[0] != shape[1] or shape[2] not in (1, 3) or federation.dataset.text:
+        private = "a text" if federation.dataset.text else f"images of {'x'.join(map(str, shape))}"
+        raise UserError(
+            f"public images are square with 1 or 3 channels, and the clients have {private}: choose another method."
+        )
     images = load_public(name, config.data_dir, samples=samples, seed=config.seed, side=shape[0])
     return images if shape[2] == 3 else np.round(images.mean(-1, keepdims=True)).astype(np.uint8)
 

@@ -125,7 +125,7 @@ class Setup:
         images = () if public is None else public
         labels = None if isinstance(simulation, Simulation) else simulation.public_labels
         availability = simulation.experiments[e].availability if isinstance(simulation, Simulation) else None
-        return inputs_of(config, method, federation, data, images, self.given.pipeline, labels, availability)
+        return inputs_of(config, method, federation, data, images, self._unusual_pipeline(), labels, availability)
 
     def completed(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
         """The experiments, with this kind of run's own defaults for options that were not given."""
@@ -151,7 +151,7 @@ class Setup:
             raise UserError(f"{config.method} trains one model: give that, not several.")
         return Simulation(
             built(method, self.in_form(build_model(config, model, federation.dataset))), experiments,
-            public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
+            public=(public_images(config, federation), plain) if method.traits().public else None,
             pipeline=private, cohort=config.cohort or federation.num_clients, **self._settings(),
             execution=replace(
                 self._execution(lanes), devices=count_devices(config.devices), client_state=config.client_state,
@@ -172,12 +172,20 @@ class Setup:
     def pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
         """The pipelines of private and of public images."""
         config, federation = self.config, self.federations[0]
-        dataset, shape, text = config.dataset, federation.image_shape, federation.dataset.text
+        dataset, shape, text = federation.dataset.name, federation.image_shape, federation.dataset.text
         private = self.given.pipeline
+        if not private and augment.draws_once(dataset, config.augment) and len({c.seed for c, _ in self.pairs}) > 1:
+            raise UserError(f"the augmentation of {dataset} depends on the seed: train these with `together=1`.")
         options = {"text": text, "own": config.augmentation, "seed": config.seed}
         private = private or augment.pipeline(dataset, config.augment, shape, **options)
         augment.check_own(private, shape, federation.dataset.x_train.dtype)
         return private, augment.pipeline(dataset, False, shape, text=text)
+
+    def _unusual_pipeline(self) -> augment.Pipeline | None:
+        """The pipeline that was given, or the private one if it is not customary for the option `dataset`; or None."""
+        config, name = self.config, self.federations[0].dataset.name
+        usual = config.task is not None or augment.customary(config.dataset) == augment.customary(name)
+        return self.given.pipeline or (None if usual else self.pipelines()[0])
 
     def in_form(self, model: Classifier) -> Classifier:
         """The model with the configured precision and the chosen forms of convolutions."""

@@ -75,7 +75,7 @@ class ParticipantSetup(Setup):
         ]
         (private, pipeline), public = self.pipelines(), None
         if method.traits().needs_public:
-            public = Public(build.public_images(config, federation.image_shape), pipeline, config.public_batch)
+            public = Public(build.public_images(config, federation), pipeline, config.public_batch)
         return Groups(
             models, federation, method, build.local_training(config, method), seed=config.seed, epochs=self.epochs,
             public=public, public_labels=labels, pipeline=private, execution=self._execution(lanes),

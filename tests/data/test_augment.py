@@ -191,7 +191,36 @@ def test_wrong_channels_are_refused():
 
 def test_images_too_small_to_crop_are_refused():
     with pytest.raises(UserError, match="too small"):
-        augment.pipeline("cifar10", True, (4, 32, 3))
+        augment.check_own(augment.pipeline("cifar10", True, (4, 32, 3)), (4, 32, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": -4}, "padding must be a number of pixels"),
+        ({"padding": 1.5}, "padding must be a number of pixels"),
+        ({"window": "8"}, "window must be a number of pixels"),
+        ({"rotate": float("nan")}, "rotate must be an angle"),
+        ({"rotate": -5.0}, "rotate must be an angle"),
+    ],
+)
+def test_pixels_and_degrees_that_cannot_be_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        Pipeline(**options)
+
+
+def test_a_window_larger_than_the_images_is_refused():
+    with pytest.raises(UserError, match="window of the pipeline is larger than images of 8x8"):
+        augment.check_own(Pipeline(window=16), (8, 8, 1), np.uint8)
+
+
+def test_dermoscopy_needs_square_images():
+    with pytest.raises(UserError, match="images of isic2019 are square, not 40x24"):
+        augment.pipeline("isic2019", False, (40, 24, 3))
+
+
+def test_cifar100_keeps_its_constants_whatever_the_path_of_its_file():
+    assert augment.public_pipeline("/data/cifar100_subset.npz") == augment.public_pipeline("cifar100_subset")
 
 
 def test_unknown_crop_is_refused():

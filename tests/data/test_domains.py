@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from fedjax_pcdd.data import augment, domain_shifts, sources
+from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.domain_shifts import resize
 from fedjax_pcdd.data.domains import TASKS, load_public, load_public_labels, load_task
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.build import public_images
 from fedjax_pcdd.training.config import RunConfig
@@ -361,10 +364,33 @@ def test_the_built_in_public_digits_have_labels():
     assert not np.array_equal(seed_0, seed_1)
 
 
+def federation_of_shape(*shape, text=False):
+    x, y = np.zeros((2, *shape), np.uint8), np.arange(2)
+    return Federation(Dataset("mine", x, y, x, y, num_classes=2, text=text), Partition(([0], [1]), ([0], [1])))
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "private"),
+    [((16, 12, 3), False, "images of 16x12x3"), ((8, 8, 4), False, "images of 8x8x4"), ((80, 1, 1), True, "a text")],
+)
+def test_public_images_are_refused_beside_samples_of_another_kind(tmp_path, shape, text, private):
+    np.savez(tmp_path / "mine.npz", x_train=np.zeros((5, 8, 8, 3), np.uint8))
+    config = RunConfig(public="mine", data_dir=tmp_path, public_samples=3)
+    with pytest.raises(UserError, match=f"the clients have {private}"):
+        public_images(config, federation_of_shape(*shape, text=text))
+
+
+def test_the_draw_of_public_images_does_not_depend_on_how_their_file_is_named(tmp_path):
+    x, y = numbered(40), np.arange(40)
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    drawn = [load_public(name, tmp_path, samples=9, seed=0) for name in ("mine", str(tmp_path / "mine.npz"))]
+    np.testing.assert_array_equal(*drawn)
+
+
 def test_public_images_become_grey_as_the_mean_of_their_colours(tmp_path):
     np.savez(tmp_path / "mine.npz", x_train=np.full((5, 8, 8, 3), [10, 20, 61], np.uint8))
     config = RunConfig(public="mine", data_dir=tmp_path, public_samples=3)
-    grey, colour = (public_images(config, (8, 8, channels)) for channels in (1, 3))
+    grey, colour = (public_images(config, federation_of_shape(8, 8, channels)) for channels in (1, 3))
     assert (grey.shape, grey.dtype, np.unique(grey).tolist()) == ((3, 8, 8, 1), np.uint8, [30])
     assert np.unique(colour).tolist() == [10, 20, 61]
 

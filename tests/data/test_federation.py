@@ -83,6 +83,7 @@ def test_a_saved_partition_holds_the_list_of_every_client(tmp_path, part, n_test
     starts, sizes = tables[f"{part}_start"], tables[f"{part}_size"]
     for indices, start, size in zip(getattr(fed.partition, part), starts, sizes, strict=True):
         np.testing.assert_array_equal(tables[part][start : start + size], indices)
+    assert tables.pop("labels")[:, 0].tolist() == [len(fed.dataset.y_train), n_test]
     assert {table.dtype for table in tables.values()} == {np.dtype(np.int32)}
 
 

@@ -10,9 +10,14 @@ import pytest
 import fedjax_pcdd as fp
 from fedjax_pcdd.cli.prepare import prepare_main
 from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.augment import pipeline
+from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation, hold_out
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.data.natural import META
 from fedjax_pcdd.data.partition import partition
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.setup import Setup
 
 
 def client_samples(num_classes=3, train_sizes=(4, 0, 7)):
@@ -55,6 +60,73 @@ def test_clients_without_test_samples_are_loaded_too(tmp_path):
     lists = partition("natural", data.y_train, data.y_test, groups=data.groups)
     assert [len(indices) for indices in lists.train] == [4, 7]  # one client has no samples at all, and is left out
     assert [len(indices) for indices in lists.test] == [0, 0]
+
+
+def uint8(value, count=3):
+    return np.full((count, 5, 4, 1), value, np.uint8), [0, 1, 2]
+
+
+@pytest.mark.parametrize("values", [(0, 1, 200), (1, 0, 200), (200, 1, 0)])
+def test_a_client_with_dark_images_may_come_first(tmp_path, values):
+    data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", map(uint8, values))))
+    assert data.x_train.dtype == np.uint8
+    assert data.x_train[::3].ravel()[::20].tolist() == list(values)
+
+
+def test_images_of_which_all_are_0_or_1_in_uint8_are_refused(tmp_path):
+    with pytest.raises(fp.UserError, match="would be divided by 255: give them as float32"):
+        fp.write_federation(tmp_path / "own", map(uint8, (0, 1)))
+
+
+def test_a_federation_keeps_its_name_and_that_it_is_a_text(tmp_path):
+    codes, labels = np.arange(320, dtype=np.uint8).reshape(4, 80, 1, 1) % 90, np.arange(4)
+    text = Dataset("lines", codes, labels, codes, labels, num_classes=4, text=True)
+    federation = Federation(text, Partition(([0, 1], [2, 3]), ([0, 1], [2, 3])))
+    data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", federation)))
+    assert (data.name, data.text) == ("lines", True)
+    np.testing.assert_array_equal(data.x_train, codes)
+    assert fp.load_dataset(str(fp.write_federation(tmp_path / "named", federation, name="mine"))).name == "mine"
+
+
+def test_a_federation_from_disk_is_normalised_and_augmented_by_its_name(tmp_path):
+    levels, labels = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8), np.arange(20) % 10
+    named = fp.from_arrays(levels, labels, levels, labels, name="cifar10")
+    folder = fp.write_federation(tmp_path / "own", fp.partition(named, "iid", clients=4))
+    options = {"dataset": str(folder), "partition": "natural", "clients": 4, "model": "mlp", "batch_size": 5}
+    setup = Setup([build(options)])
+    private, public = setup.pipelines()
+    assert private == pipeline("cifar10", True, (32, 32, 3))
+    assert public == pipeline("cifar10", False, (32, 32, 3))
+    assert setup.inputs(0, *setup.pairs[0])["pipeline"] == repr(private)  # so that an older run is not continued
+    assert Setup([build({"model": "mlp", "clients": 4, "beta": 1.0})])._unusual_pipeline() is None
+
+
+def test_a_federation_with_an_empty_client_is_not_written(tmp_path):
+    images, labels = uint8(200)
+    data = Dataset("mine", images, np.array(labels), images, np.array(labels), num_classes=3)
+    federation = Federation(data, Partition(([0], [], [1, 2]), ([0], [], [1, 2])))
+    with pytest.raises(fp.UserError, match="client 1 has no samples, so the clients after it would move up"):
+        fp.write_federation(tmp_path / "own", federation)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_classes": "2"}, "num_classes must be a number of classes"),
+        ({"num_classes": 2.5}, "num_classes must be a number of classes"),
+        ({"class_names": 5}, "class_names must be a list of names"),
+        ({"class_names": "ab"}, "class_names must be a list of names"),
+    ],
+)
+def test_classes_that_cannot_be_are_refused(tmp_path, options, sentence):
+    with pytest.raises(fp.UserError, match=sentence):
+        fp.write_federation(tmp_path / "own", client_samples(), **options)
+
+
+@pytest.mark.parametrize("labels", [None, [2**33, 0, 1], [10**6, 0, 1]])
+def test_labels_that_are_no_classes_are_refused(tmp_path, labels):
+    with pytest.raises(fp.UserError, match="labels"):
+        fp.write_federation(tmp_path / "own", [(uint8(200)[0], labels)])
 
 
 @pytest.mark.parametrize("labels", [([4], [0], [1], [0]), ([0], [4], [1], [0]), ([0], [0], [1], [4])])

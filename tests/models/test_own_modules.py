@@ -160,6 +160,71 @@ def test_masked_samples_stay_out_of_batch_statistics(module):
     assert not np.allclose(*map(np.ravel, (jax.tree.leaves(state)[0], jax.tree.leaves(variables["batch_stats"])[0])))
 
 
+class Patches(nn.Module):
+    """Each image is four rows of the batch."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        rows = nn.Dense(4)(x.reshape(4 * len(x), -1))
+        return nn.BatchNorm(use_running_average=not train)(rows).reshape(len(x), 4, 4).mean(1)
+
+
+def test_masked_samples_stay_out_of_the_statistics_of_their_patches():
+    model = built(Patches)
+    variables = initialise(model, jax.random.key(1), SHAPE)
+    _, state = trained(model, variables, FIRST_FOUR)
+    _, expected_state = forward(model, variables, IMAGES[:4], train=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, expected_state)
+
+
+class OwnNorm(nnx.BatchNorm):
+    pass
+
+
+class NnxOwnNorm(NnxNet):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.norm = OwnNorm(4, rngs=rngs)
+
+
+class NnxOwnNormWithMask(NnxOwnNorm):
+    def __call__(self, x, mask):
+        x = self.conv(x)
+        return self.norm(x, mask=None if mask is None else mask.astype(bool).reshape(-1, 1, 1, 1)).mean((1, 2))
+
+
+def test_a_batch_norm_of_a_users_class_needs_the_mask():
+    with pytest.raises(UserError, match="model NnxOwnNorm has a batch norm of a class of its own, OwnNorm"):
+        built(NnxOwnNorm)
+    model = built(NnxOwnNormWithMask)
+    variables = initialise(model, jax.random.key(1), SHAPE)
+    _, state = trained(model, variables, FIRST_FOUR)
+    _, expected_state = forward(model, variables, IMAGES[:4], train=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, expected_state)
+
+
+class Counted(nn.Module):
+    """Counts its batches, and picks pixels by a table that is a variable, or a constant."""
+
+    table: bool
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        count = self.variable("batch_stats", "count", lambda: jnp.zeros((), jnp.int32))
+        if train and not self.is_initializing():
+            count.value += 1
+        indices = np.arange(63, -1, -1)
+        if self.table:
+            indices = self.variable("constants", "indices", lambda: jnp.asarray(indices)).value
+        return nn.Dense(4)(x.reshape(len(x), -1)[:, indices])
+
+
+def test_a_table_of_indices_among_the_variables_is_refused_and_a_counter_is_not():
+    with pytest.raises(UserError, match=r"model Counted cannot use '.*' as a number with a fraction"):
+        built(Counted(True))
+    assert built(Counted(False)).num_classes == 3
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("module", [Normed, NnxNet], ids=["linen", "nnx"])
 def test_dropout_acts_only_with_a_key_and_is_a_function_of_it(module):

@@ -13,7 +13,7 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation, hold_out
-from fedjax_pcdd.data.lists import class_counts, save_partition
+from fedjax_pcdd.data.lists import Lists, class_counts, save_partition
 from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.build import federate
@@ -135,6 +135,33 @@ def test_a_saved_partition_gives_its_validation_samples_if_asked_for(tmp_path):
     assert sorted(without.partition.train.flat) == sorted([*whole.partition.train.flat, *whole.validation.flat])
     with pytest.raises(UserError, match=r"keeps 0\.3 of its samples for validation, not 0\.1: use validation=0\.3"):
         federate(build(options | {"validation": 0.1})[0])
+
+
+@pytest.mark.parametrize(
+    ("validation", "sentence"),
+    [
+        (Lists([0, 1], [1, 1]), "4 clients need as many validation lists, not 2"),
+        (Lists([0, 1, 2, 100_259], [1] * 4), "has train sample 100259"),
+        (Lists([0, 1, 2, -1], [1] * 4), "has train sample -1"),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"validation": 0.3}])
+def test_damaged_validation_lists_are_refused(tmp_path, validation, sentence, options):
+    file = tmp_path / "lists.npz"
+    save_partition(federate(build({"clients": 4, "beta": 1.0})[0]).partition, file, {"validation": validation})
+    with pytest.raises(UserError, match=sentence):
+        federate(build(options | {"partition": str(file)})[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"train_samples": 700}, {"train_samples": 700, "seed": 1}])
+def test_the_partition_of_a_run_is_refused_for_other_samples(tmp_path, options):
+    made_with = {"train_samples": 800, "seed": 0}
+    whole = federate(build({"clients": 4, "beta": 1.0, **made_with})[0])
+    whole.save(tmp_path / "lists.npz")
+    again = federate(build({"partition": str(tmp_path / "lists.npz"), **made_with})[0])
+    np.testing.assert_array_equal(again.partition.train.flat, whole.partition.train.flat)
+    with pytest.raises(UserError, match=r"was made for other labels \(800 training and 355 test samples; here are"):
+        federate(build({"partition": str(tmp_path / "lists.npz"), **options})[0])
 
 
 @pytest.mark.thorough
