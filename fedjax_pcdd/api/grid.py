@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from fedjax_pcdd import methods
@@ -85,8 +85,12 @@ def _meant(name: str, text: str, method: str) -> Any:
         return text
 
 
-def expand(given: Mapping[str, str]) -> list[Experiment]:
+def expand(given: Mapping[str, str], named: Iterable[str] = ()) -> list[Experiment]:
     """All points of the grid, methods first; an option that no method has goes to all, and `configure` refuses it.
+
+    Args:
+      given: options as on the command line.
+      named: options that belong to the experiments' names although they have one value.
 
     Raises:
       UserError: two of them would share a folder.
@@ -107,7 +111,7 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
             raise UserError(f"these are more than {MOST} experiments: list fewer values.")
         for point in itertools.product(*values.values()):
             options = dict(zip(values, point, strict=True))
-            varied = [name for name in values if len(values[name]) > 1]
+            varied = [name for name in values if len(values[name]) > 1 or name in named]
             label = [f"{name.replace('_', '-')}={options[name]}" for name in varied if name != "seed"]
             group = "-".join([short[method], *label]).replace("/", "_")
             name = f"{group}-s{options['seed']}" if "seed" in options else group
@@ -159,14 +163,16 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
         stage = []
         for method, names in searched.items():
             if depth < len(names):
-                stage += expand(fixed[method] | {names[depth]: ",".join(map(str, grid[method][names[depth]]))})
+                searching = {names[depth]: ",".join(map(str, grid[method][names[depth]]))}
+                stage += expand(fixed[method] | searching, names[:depth])
             elif not names and not depth:
                 stage += expand(fixed[method])
         yield stage
         chosen_on = configure(stage[0].given)[0].select_on
         measure = "ga_validation_best" if chosen_on == "validation" else "ga_best"
         score = {row["experiment"]: row[measure] or 0.0 for row in summarise(stage, results)}
-        for experiment in sorted(stage, key=lambda e: score[e.group]):  # the best of each method comes last
+        best_first = sorted(stage, key=lambda e: score[e.group], reverse=True)
+        for experiment in best_first[::-1]:  # so the first of the best of each method decides
             name = searched[experiment.given["method"]][depth : depth + 1]
             fixed[experiment.given["method"]] |= {n: experiment.given[n] for n in name}
 

@@ -33,6 +33,9 @@ from fedjax_pcdd.training.tracking import Tracking, names_of
 Result = dict[str, Any]
 
 
+APART = "experiments on different data need sweeps in folders of their own"
+
+
 class Asked(NamedTuple):
     """A request for one experiment: new, or continued if its configuration has `resume`; in memory without a folder."""
 
@@ -43,6 +46,7 @@ class Asked(NamedTuple):
     last: Sequence[Callback] = ()  # called after a round is written and, if one is due, handed to a checkpoint
     given: Given = NOTHING
     noted: Mapping[str, Any] | None = None  # for a run in memory: what was settled when it began
+    data: tuple[str, Path] | None = None  # in a sweep: digest of the data set, and the experiment that has it
 
     @property
     def in_memory(self) -> bool:
@@ -136,6 +140,8 @@ class FolderRecord(Record):
             check_given((self.noted or {}).get("given", ()), asked.given, self.folder.path)
             self.inputs = setup.inputs(e, config, asked.method)
             check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
+            if asked.data and asked.data[0] != self.inputs["data set"]:
+                raise UserError(f"the data set is not the one that {asked.data[1]} was trained on: {APART}.")
             self.folder.keep_partition(setup.federations[e], heat_map)
             accuracies = setup.accuracies(e, kept=self._kept)
             checkpointed = [accuracies, *asked.callbacks]
@@ -155,7 +161,8 @@ class FolderRecord(Record):
         path = Path(config.run_dir or ".")
         size = required_bytes((state.servers, state.servers), (state.clients, state.statistics))
         check_space(path, size * (config.keep + 1) * len(self.setup.pairs))
-        return RunFolder.create(path, dump(config, self.asked.method))
+        heard = replace(config, quiet=False)  # a later call shows its progress unless it is asked not to
+        return RunFolder.create(path, dump(heard, self.asked.method))
 
     def _writers(self) -> list[Callback]:
         config, folder = self.asked.config, self.folder

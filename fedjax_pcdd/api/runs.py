@@ -47,12 +47,12 @@ def warn(sentence: str) -> None:
 
 def run(
     config: RunConfig, method: Method, origin: Mapping[str, Any] | None = None, callbacks: Sequence[Callback] = (),
-    last: Sequence[Callback] = (), say: Say = warn,
+    last: Sequence[Callback] = (), say: Say = warn, data: tuple[str, Path] | None = None,
 ) -> Result:  # fmt: skip
     """Run, or resume, one experiment.
 
     Args:
-      config, method, origin, callbacks, last: as in `Asked`.
+      config, method, origin, callbacks, last, data: as in `Asked`.
       say: called with a sentence for each setting that has no effect, or that the method advises against.
 
     Returns:
@@ -61,7 +61,7 @@ def run(
     Raises:
       UserError: a setting that cannot work, or a loss that is no longer finite.
     """
-    (summary,) = run_together([Asked(config, method, origin or {}, callbacks, last)], say)
+    (summary,) = run_together([Asked(config, method, origin or {}, callbacks, last, data=data)], say)
     if isinstance(summary, UserError):
         raise summary
     return summary

@@ -19,10 +19,11 @@ from fedjax_pcdd.errors import UserError, as_path, yes_or_no
 from fedjax_pcdd.training.config import RESERVED
 from fedjax_pcdd.training.fields import convert, with_commas
 from fedjax_pcdd.training.options import configure, method_of, own_values
+from fedjax_pcdd.training.protocols import needs_epochs, protocol_of
 
 ON_TEST = (
-    "trials are chosen on test samples, so the best one's accuracy is too good: "
-    "`select_on=validation` with `validation=0.1` chooses on training samples that are held out."
+    "trials are chosen on test samples, so the best one's accuracy is too good: `select_on=validation` with "
+    "`validation=0.1`, and for PA `pa_protocol=last`, chooses on training samples that are held out."
 )
 EXAMPLE = "`lr=0.01:0.3:log`"
 ALONE = {"seed", *WHOLE, *RESERVED}  # options that are not searched
@@ -67,9 +68,12 @@ class Search:
         if not self._spaces:
             raise UserError(f"there is nothing to search: give an option bounds, as {EXAMPLE}, or several values.")
         first_options = {name: _written(space, _first(space)) for name, space in self._spaces.items()}
-        self.chosen_on = configure(self._trial("", first_options).experiments[0].given)[0].chosen_on
-        self.on_test = self.chosen_on != "validation"
-        self._measure = f"{metric}_best" if self.on_test else f"{metric}_validation_best"
+        config, first_method = configure(self._trial("", first_options).experiments[0].given)
+        self.chosen_on, on_validation = config.chosen_on, config.chosen_on == "validation"
+        # Some protocols of PA choose epochs on test samples, wherever the round is chosen.
+        tested = metric == "pa" and needs_epochs(protocol_of(config.pa_protocol, first_method.traits()))
+        self.on_test = tested or not on_validation
+        self._measure = f"{metric}_validation_best" if on_validation else f"{metric}_best"
 
     def stages(self, count: int, together: int = 1) -> Iterator[list[Experiment]]:
         """Yield the experiments of `together` suggestions at a time, `count` in all; repeated ones are skipped."""
@@ -228,7 +232,8 @@ def search(
     console = Console(quiet=not yes_or_no(progress, "progress"))
     results: dict[str, Any] = {}
     sweep_path, options = None if folder is None else as_path(folder, "folder"), options_of_grid(space, "space")
-    texts = {name: ":".join(map(str, x)) if isinstance(x, tuple) else with_commas(x) for name, x in options.items()}
+    bounds = {name for name, x in options.items() if isinstance(x, tuple) and name not in ALONE}
+    texts = {name: ":".join(map(str, x)) if name in bounds else with_commas(x) for name, x in options.items()}
     searcher = Search(texts, results, metric=parsed["metric"], seed=parsed["search_seed"])
     if searcher.on_test:
         warn(ON_TEST)

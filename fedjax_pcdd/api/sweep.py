@@ -20,7 +20,7 @@ from rich.console import Console
 
 from fedjax_pcdd.api.grid import WHOLE, Experiment, stages, summarise
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.records import Asked, Result
+from fedjax_pcdd.api.records import APART, Asked, Result
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
@@ -32,6 +32,7 @@ from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert, with_commas, write_text
 from fedjax_pcdd.training.folder import CLAIMS, CONFIG, RunFolder, failure_file, failure_of
+from fedjax_pcdd.training.inputs import RESOLVED
 from fedjax_pcdd.training.lock import InUse, Lock, owner
 from fedjax_pcdd.training.named_arrays import bytes_of
 from fedjax_pcdd.training.options import configure
@@ -94,6 +95,7 @@ class Sweep:
         self.results: dict[str, Result | UserError] = {}
         self._say, self._said = say, set()
         self._most: dict[Hashable, int] = {}  # limit on experiments in one program, by the program's key
+        self._data: dict[Hashable, tuple[str, Path]] = {}  # of finished experiments: digest of the data, and the folder
         self._known = {name: self._failure(name) for name in self._planned}  # failures of earlier sweeps
         self.left = {name: request for name in self._planned if (request := self._asked(name)) is not None}
 
@@ -123,13 +125,24 @@ class Sweep:
             if (summary := RunFolder(folder).summary()) is not None:
                 if "resume" not in location:
                     raise UserError(f"{folder} has lost its {CONFIG}, its results may be of anything: remove it.")
+                self._check_data(name)
                 self.results[name] = summary
                 return None
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{folder} has files that cannot be read: remove it, or choose another folder.") from error
-        return planned._replace(config=replace(planned.config, **location, quiet=True))
+        data = self._data.get(_data_key(planned.config))
+        return planned._replace(config=replace(planned.config, **location, quiet=True), data=data)
+
+    def _check_data(self, name: str) -> None:
+        """Raise UserError if a finished experiment was trained on other data than those finished before."""
+        folder = self.folder / name
+        inputs = (RunFolder(folder).read_json(RESOLVED) or {}).get("inputs") or {}
+        if digest := inputs.get("data set"):
+            known, first = self._data.setdefault(_data_key(self._planned[name].config), (digest, folder))
+            if digest != known:
+                raise UserError(f"{first} and {folder} were trained on different data sets: {APART}.")
 
     def _failure(self, name: str) -> str | None:
         return failure_of(self.folder / name)
@@ -209,8 +222,9 @@ class Sweep:
             if name in self.left and (remaining := self._asked(name)) is not None:
                 try:
                     result = run(
-                        remaining.config, remaining.method, remaining.origin, last=request.last, say=self._say_once
-                    )
+                        remaining.config, remaining.method, remaining.origin, last=request.last, say=self._say_once,
+                        data=remaining.data,
+                    )  # fmt: skip
                 except UserError as error:
                     result = error
                 self._conclude(name, result)
@@ -249,6 +263,13 @@ def sweep_folder(pairs: Sequence[Pair]) -> Path:
     content = {str([(n, v) for n, v in values(*pair).items() if n not in ignored]) for pair in pairs}
     digest = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()
     return Path("runs") / f"sweep-{digest[:8]}"
+
+
+def _data_key(config: RunConfig) -> Hashable:
+    """Equal for experiments that must have the same data set, to the last sample."""
+    drawn = config.seed if config.train_samples or config.test_samples or config.task else None
+    groups = config.clients if config.partition == "natural" else None
+    return config.task, config.dataset, config.train_samples, config.test_samples, drawn, groups
 
 
 def program_key(config: RunConfig, method: Method) -> Hashable:

@@ -20,6 +20,7 @@ from fedjax_pcdd.errors import UserError, is_there, nearest, writing
 from fedjax_pcdd.report import standings
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
 from fedjax_pcdd.training.fields import read_text, run_option, write_text
+from fedjax_pcdd.training.options import in_any_case
 
 BASELINE = "fedavg"  # the method with which the ranks of the others are compared
 BEGIN, END = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
@@ -60,7 +61,8 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     from fedjax_pcdd.api import leaderboard  # JAX programs are not needed for the help and for mistakes
 
     plan = leaderboard.read_plan(options.plan or leaderboard.PLAN)
-    names = options.method.split(",") if options.method else list(methods.METHODS)
+    written = [in_any_case(name.strip(), methods.METHODS) for name in (options.method or "").split(",")]
+    names = list(dict.fromkeys(written)) if options.method else list(methods.METHODS)
     for name in names:
         methods.get(name)
     networks = _chosen("network", options.network, plan.networks)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd.cli.messages import guarded, invocation, sentence
+from fedjax_pcdd.errors import is_there
 from fedjax_pcdd.training.config import RUN, RunConfig, check_written, run_folder
 
 GRACE = 30.0  # seconds that a run has after SIGTERM or SIGINT to end its round and save it
@@ -40,7 +41,11 @@ def _main(argv: Sequence[str]) -> None:
     try:
         _train(config, method, origin(options, argv))
     except KeyboardInterrupt as stop:
-        stop.args = (f"{f'{stop}: ' if str(stop) else ''}continue with `resume={config.run_dir}`",)
+        from fedjax_pcdd.training.folder import CONFIG
+
+        began = config.run_dir is not None and is_there(config.run_dir / CONFIG)
+        advice = f"continue with `resume={config.run_dir}`" if began else "nothing was written"
+        stop.args = (f"{f'{stop}: ' if str(stop) else ''}{advice}",)
         raise
 
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError
 
-_LABELS = "labels"  # in the file of a run: number and checksum of the data set's labels
+LABELS = "labels"  # in the file of a run: number and checksum of the data set's labels
 
 
 class Lists(Sequence[np.ndarray]):
@@ -116,7 +116,7 @@ def save_partition(
         arrays |= {name: lists.flat, f"{name}_start": lists.starts, f"{name}_size": lists.sizes}
     with open(path, "wb") as file:
         stored: Any = {name: array.astype(np.int32) for name, array in arrays.items()}
-        np.savez_compressed(file, **stored | ({} if labels is None else {_LABELS: _checksums(labels)}))
+        np.savez_compressed(file, **stored | ({} if labels is None else {LABELS: _checksums(labels)}))
 
 
 def _checksums(labels: Sequence[np.ndarray]) -> np.ndarray:
@@ -127,7 +127,7 @@ def _checksums(labels: Sequence[np.ndarray]) -> np.ndarray:
 
 def check_labels(path: str | Path, *labels: np.ndarray) -> None:
     """Raise a UserError if the partition of a file was made for training and test labels other than these."""
-    recorded = read_arrays(path, (_LABELS,)).get(_LABELS)
+    recorded = read_arrays(path, (LABELS,)).get(LABELS)
     if recorded is None or np.array_equal(recorded, current := _checksums(labels)):
         return
     made, here = (f"{train} training and {test} test samples" for train, test in (recorded[:, 0], current[:, 0]))

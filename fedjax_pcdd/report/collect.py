@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pcdd.data.lists import LABELS
 from fedjax_pcdd.errors import UserError, is_there, unreadable
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
@@ -100,13 +101,15 @@ class RunRecord:
             return None
         try:
             with np.load(path) as arrays:
-                chunks = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
+                names = sorted({*arrays} - {LABELS})  # the digest of the data below says more
+                chunks = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in names]
         except PermissionError as error:
             raise unreadable(error, path) from error
         except Exception:  # a damaged archive raises almost anything
             raise UserError(f"{path} is damaged: resume the run, or leave it out.") from None
-        # With equal indices, another data set of the same size has other samples.
-        return hashlib.sha256(b"".join([self.dataset.encode(), *chunks])).hexdigest()
+        # With equal indices, another data set has other samples, even if it has the same name.
+        data = str((self.resolved.get("inputs") or {}).get("data set", ""))
+        return hashlib.sha256(b"".join([self.dataset.encode(), data.encode(), *chunks])).hexdigest()
 
     @cached_property
     def tracked(self) -> list[dict[str, Any]]:

@@ -121,7 +121,7 @@ def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[lis
     for seed in seeds:
         names = f"{first.label} and {other.label}"
         if a[seed].partition != b[seed].partition:
-            notes.append(f"{data}: seed {seed} of {names} has different partitions and is left out.")
+            notes.append(f"{data}: seed {seed} of {names} has different data or partitions and is left out.")
         elif a[seed].partition is None:
             notes.append(f"{data}: seed {seed} of {names} has no partition.npz, so that partitions may differ.")
     paired_seeds = [seed for seed in seeds if a[seed].partition == b[seed].partition]

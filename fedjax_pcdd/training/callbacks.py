@@ -28,12 +28,13 @@ class EarlyStopping(Callback):
         if patience < 1 or least < 0:
             raise UserError("early stopping needs a patience of at least 1 and a least rise of at least 0.")
         self.metric, self.patience, self.least = metric, patience, least
-        self.best, self.waited = float("-inf"), 0
+        self.best, self.waited, self._restored = float("-inf"), 0, False
 
     def on_start(self, run: Run) -> None:
-        """Forget an earlier run; a resumed run has already been restored."""
-        if not run.round:
+        """Forget an earlier run, unless the state of this one has just been restored."""
+        if not self._restored:
             self.best, self.waited = float("-inf"), 0
+        self._restored = False
 
     def on_round(self, run: Run, report: RoundReport) -> bool:
         """Whether the last `patience` evaluations brought no rise above the best value."""
@@ -60,7 +61,7 @@ class EarlyStopping(Callback):
     def restore(self, state: Any) -> None:
         """Continue with the saved value and number of evaluations."""
         best, self.waited = state
-        self.best = float("-inf") if best is None else best
+        self.best, self._restored = float("-inf") if best is None else best, True
 
 
 class Profile(Callback):

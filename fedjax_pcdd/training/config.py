@@ -127,7 +127,7 @@ class RunConfig:
     public: str | None = run_option(None, "task",
         "data set of the unlabelled public images; by default the task's, digits_public for digits")
     public_samples: int | None = run_option(None, "task",
-        "number of public images; by default the task's, else 5000", low=1)
+        "number of public images; by default the task's, else 1000 of digits_public and 5000 of others", low=1)
     public_batch: int = run_option(512, "task", "public images in a step; an incomplete batch is dropped",
         low=1, high=10**6)
     pretrain_epochs: int | None = run_option(None, "task",

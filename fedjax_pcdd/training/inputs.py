@@ -5,7 +5,9 @@ own files as digests.
 """
 
 import hashlib
+import inspect
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -13,9 +15,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
+import jax
 import numpy as np
+from flax import nnx
 
-from fedjax_pcdd import __version__
+from fedjax_pcdd import __version__, methods
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.dataset import Dataset
@@ -30,12 +35,13 @@ from fedjax_pcdd.training.outside import origins_of
 RESOLVED = "resolved.json"
 WHOLE = 2**31  # bytes; of a larger array only `PIECES` evenly spread pieces are hashed
 PIECES = 1024
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object, of no meaning
 AGAIN = "put it back as it was, or start a new run"
 
 
 def inputs_of(
     config: RunConfig, method: Method, federation: Federation, data: str, public: Any, pipeline: Pipeline | None = None,
-    labels: np.ndarray | None = None, availability: Availability | None = None,
+    labels: np.ndarray | None = None, availability: Availability | None = None, model: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The inputs of a run, in JSON's types.
 
@@ -46,7 +52,10 @@ def inputs_of(
       pipeline: that of the images, if it is not the one of the options.
       labels: those of the public images [N], if the run trains on them.
       availability: that of the clients, if they are not always available.
+      model: the object, or the list of them, that the user passed in place of a name.
     """
+    origins = origins_of(config)
+    own = methods.plain_name(config.method) not in origins and not type(method).__module__.startswith("fedjax_pcdd.")
     options = {name: value for name, value in values(config, method).items() if name not in NOT_COMPUTED}
     return {
         "options": json.loads(json.dumps(options, default=str)),
@@ -56,7 +65,8 @@ def inputs_of(
         "public labels": None if labels is None else digest([labels]),
         "partition": digest(a for part in federation.partition for a in (Lists.of(part).flat, Lists.of(part).sizes)),
         "availability": _draws(availability, config.seed),
-        "files": {name: origin.sha256 for name, origin in origins_of(config).items()},
+        "files": {name: origin.sha256 for name, origin in origins.items()},
+        "objects": {"model": described(model), "method": described(type(method)) if own else None},
         "versions": {"fedjax-pcdd": __version__} | {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
 
@@ -73,8 +83,9 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
     """
     recorded = recorded or {}
     for name, value in (recorded.get("options") or {}).items():
-        if now["options"].get(name, value) != value:
-            other = now["options"][name]
+        if (other := now["options"].get(name, value)) != value:
+            if name == "partition" and {Path(value).name, Path(other).name} == {"partition.npz"}:
+                continue  # the file of a folder that was moved; its lists are compared below
             raise UserError(f"`{name}` was {value} when the run in {run} began, and config.yaml has {other}: {AGAIN}.")
     for name in ("data set", "pipeline", "public images", "public labels", "partition"):
         if name in recorded and recorded[name] != now[name]:
@@ -88,10 +99,35 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
     for name, sha256 in (recorded.get("files") or {}).items():
         if now["files"].get(name) != sha256:
             raise UserError(f"{name} is not what the run in {run} began with: {AGAIN}.")
+    for name, text in (recorded.get("objects") or {}).items():
+        if text is not None and now["objects"].get(name) != text:
+            raise UserError(f"the {name} is not the one that the run in {run} began with: {AGAIN}.")
     for name, version in (recorded.get("versions") or {}).items():
         if now["versions"].get(name) != version:
             new = now["versions"].get(name)
             say(f"{name} was {version} when the run in {run} began, and is {new} now: bits may differ.")
+
+
+def described(part: Any) -> str | None:
+    """A digest of a module, a class or a function of the user, or of a list of them, as far as its own text tells it.
+
+    This is the text of the class or function, and of an object also its fields or, in NNX, its numbers. What these call
+    is not looked at.
+    """
+    if part is None or isinstance(part, list | tuple):
+        return None if part is None else hashlib.sha256("".join(str(described(x)) for x in part).encode()).hexdigest()
+    is_object = isinstance(part, nn.Module | nnx.Module)
+    defined = type(part) if is_object else part
+    try:
+        text = inspect.getsource(defined)
+    except (OSError, TypeError):  # typed in, or written in C
+        functions = [f for f in (defined, *vars(defined).values()) if inspect.isfunction(f)]
+        text = f"{defined}" + "".join(f"{f.__code__.co_code!r}{f.__code__.co_consts}" for f in functions)
+    if isinstance(part, nn.Module):
+        text += repr(part)
+    if isinstance(part, nnx.Module):
+        text += digest(np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(part, nnx.Param)))
+    return hashlib.sha256(_ADDRESS.sub("", text).encode()).hexdigest()[:32]
 
 
 def _draws(availability: Availability | None, seed: int) -> str | None:

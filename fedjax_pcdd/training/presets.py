@@ -10,6 +10,7 @@ Later settings override earlier ones: run, the split, the method, the method's s
 A run's config.yaml, which is flat, is a preset too.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,4 +180,12 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
 
     text = read_text(file)
     check_unchanged(load_mapping(text, str(file)).get(OUTSIDE), str(file))
-    return parse_config(text, str(file))
+    config, method = parse_config(text, str(file))
+    return _with_own_partition(config, folder), method
+
+
+def _with_own_partition(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration; a partition that was the file in the run's folder is so wherever the folder is now."""
+    file, began_in = Path(config.partition), Path(config.run_dir or "").parts
+    is_own = file.name == "partition.npz" and began_in and file.parent.parts[-len(began_in) :] == began_in
+    return replace(config, partition=str((folder / file.name).absolute())) if is_own else config

@@ -125,7 +125,8 @@ class Setup:
         images = () if public is None else public
         labels = None if isinstance(simulation, Simulation) else simulation.public_labels
         availability = simulation.experiments[e].availability if isinstance(simulation, Simulation) else None
-        return inputs_of(config, method, federation, data, images, self._unusual_pipeline(), labels, availability)
+        pipeline, model = self._unusual_pipeline(), self.given.model
+        return inputs_of(config, method, federation, data, images, pipeline, labels, availability, model)
 
     def completed(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
         """The experiments, with this kind of run's own defaults for options that were not given."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +19,11 @@ import yaml
 from commands import results
 from flax import struct
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.api import records
 from fedjax_pcdd.api.data import from_arrays
 from fedjax_pcdd.api.runs import load_run, resume, run
+from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.program import State
@@ -124,6 +127,99 @@ def test_another_data_set_of_the_same_shape_is_refused(tmp_path):
     edit(tmp_path / "run" / "config.yaml", from_outside=None)
     with pytest.raises(UserError, match=r"the data set of the run in .* is not the one that it began with"):
         resume(tmp_path / "run")
+
+
+@pytest.mark.thorough
+def test_a_sweep_does_not_mix_results_on_different_data(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        data = {f"x_{part}": rng.integers(0, 255, (60, 8, 8), np.uint8) for part in ("train", "test")}
+        (tmp_path / name).mkdir()
+        np.savez(tmp_path / name / "mine.npz", **data, y_train=np.arange(60) % 3, y_test=np.arange(60) % 3)
+    options = ["--dataset=mine", "--model=mlp", "--rounds=1", "--local-epochs=1", "--clients=3", "--min-samples=1"]
+    options += ["--lanes=1", "--fine-tune-epochs=0", "--partition=iid", f"--sweep-dir={tmp_path / 'sweep'}"]
+    assert sweep_main([*options, f"--data-dir={tmp_path / 'a'}", "--seed=0"]) == 0
+    assert sweep_main([*options, f"--data-dir={tmp_path / 'b'}", "--seed=0:2"]) == 1
+    assert "s1: the data set is not the one that" in capsys.readouterr().out.replace("\n", " ")
+    assert not (tmp_path / "sweep/fedavg-s1/summary.json").exists()
+    assert sweep_main([*options, f"--data-dir={tmp_path / 'b'}", "--seed=1", f"--sweep-dir={tmp_path / 'other'}"]) == 0
+    shutil.rmtree(tmp_path / "sweep/fedavg-s1")
+    shutil.copytree(tmp_path / "other/fedavg-s1", tmp_path / "sweep/fedavg-s1")
+    assert sweep_main([*options, f"--data-dir={tmp_path / 'a'}", "--seed=0:2"]) == 2
+    assert "were trained on different data sets" in capsys.readouterr().err
+
+
+class Stop(Exception):
+    """Ends a run as a kill would."""
+
+
+class Layer(nn.Module):
+    activation: str
+
+    @nn.compact
+    def __call__(self, x):
+        return getattr(nn, self.activation)(nn.Dense(4)(x.reshape(len(x), -1)))
+
+
+def method_of_a_script():
+    @struct.dataclass
+    class Mine(FedAvg):
+        pass
+
+    return Mine()
+
+
+def edited_method_of_the_script():
+    @struct.dataclass
+    class Mine(FedAvg):
+        def regulariser(self, params, context):
+            return 0.0
+
+    return Mine()
+
+
+def stopped_in_python(folder, method, model):
+    def stop(run, report):
+        raise Stop
+
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=3)
+    options = {"rounds": 2, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "model": model, "run_dir": folder}
+    with pytest.raises(Stop):
+        fp.simulate(federation, method, callbacks=[stop], **options)
+    return lambda method, model: fp.simulate(federation, method, resume=True, **options | {"model": model})
+
+
+@pytest.mark.thorough
+def test_another_module_or_method_class_is_refused_when_a_run_of_python_resumes(tmp_path):
+    resumed = stopped_in_python(tmp_path / "run", method_of_a_script(), Layer("relu"))
+    with pytest.raises(UserError, match=r"the model is not the one that the run in .* began with"):
+        resumed(method_of_a_script(), Layer("tanh"))
+    with pytest.raises(UserError, match=r"the method is not the one that the run in .* began with"):
+        resumed(edited_method_of_the_script(), Layer("relu"))
+    assert len(resumed(method_of_a_script(), Layer("relu")).ga) == 2
+
+
+def test_a_part_without_a_source_is_described_by_its_code():
+    def typed(text):
+        scope = {"__name__": "__main__"}
+        exec(text, scope)
+        return scope["f"]
+
+    first, same, other = (typed(f"def f(x): return {value}") for value in ("x + 1", "x + 1", "x + 2"))
+    assert inputs.described(first) == inputs.described(same) != inputs.described(other)
+    classes = [typed(f"class f:\n    def g(self): return {value}") for value in (1, 1, 2)]
+    assert inputs.described(classes[0]) == inputs.described(classes[1]) != inputs.described(classes[2])
+
+
+@pytest.mark.thorough
+def test_a_run_of_python_may_be_moved(tmp_path):
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=3)
+    options = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "model": "mlp"}
+    first = fp.simulate(federation, "fedavg", run_dir=tmp_path / "first", **options)
+    (tmp_path / "first").rename(tmp_path / "moved")
+    assert fp.load_run(tmp_path / "moved").ga.tolist() == first.ga.tolist()
+    again = fp.simulate(federation, "fedavg", run_dir=tmp_path / "moved", resume=True, **options)
+    assert again.ga.tolist() == first.ga.tolist()
 
 
 def test_groups_of_samples_are_part_of_a_data_sets_digest():

@@ -271,6 +271,10 @@ def test_an_interrupt_says_how_to_continue(runs, capsys, monkeypatch):
 
     monkeypatch.setattr(api_runs, "run", interrupt)
     assert main(["--run-dir=here"]) == 130
+    assert capsys.readouterr().err == "stopped; nothing was written\n"
+    Path("here").mkdir()
+    Path("here/config.yaml").touch()
+    assert main(["--run-dir=here"]) == 130
     assert capsys.readouterr().err == "stopped; continue with --resume=here\n"
 
 

@@ -132,6 +132,27 @@ def test_a_search_selects_on_what_the_split_of_its_preset_says(tmp_path):
     assert (search.chosen_on, search.on_test) == ("validation", False)
 
 
+@pytest.mark.parametrize(
+    ("metric", "options", "on_test"),
+    [
+        ("pa", {"method": "fedgela", "pa_protocol": "best_epoch"}, True),
+        ("pa", {"method": "fedgela", "pa_protocol": "best_mean"}, True),
+        ("pa", {"method": "fedgela", "pa_protocol": "last"}, False),
+        ("ga", {"method": "fedgela", "pa_protocol": "best_epoch"}, False),
+    ],
+)
+def test_a_search_for_pa_of_epochs_that_tests_choose_is_one_on_test_samples(metric, options, on_test):
+    search = Search({"select_on": "validation", "validation": "0.2", "lr": "0.1,0.2", **options}, {}, metric=metric)
+    assert search.on_test == on_test
+    assert search._measure == f"{metric}_validation_best"
+
+
+def test_a_tuple_of_seeds_is_a_list_of_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "run", lambda *_, **__: {"ga_best": 0.5, "ga_validation_best": 0.5})
+    results = fp.search({**SMALL, "lr": (0.01, 0.1), "seed": (3, 5)}, trials=1, folder=tmp_path / "a")
+    assert sorted(results) == ["trial-000-s3", "trial-000-s5"]
+
+
 def test_an_option_that_no_trial_takes_is_refused_at_once():
     with pytest.raises(UserError, match="mu belongs to"):
         fp.search({"lr": (0.1, 0.2), "mu": 3})

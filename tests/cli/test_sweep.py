@@ -128,6 +128,24 @@ def test_a_presets_grid_is_searched_one_hyper_parameter_after_another(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("best", [1, 2])
+def test_later_stages_are_named_by_what_was_chosen_before(tmp_path, best):
+    (tmp_path / "a.yaml").write_text(PRESET)
+    results, names = {}, []
+    for stage in stages({"preset": str(tmp_path / "a.yaml"), "method": "fedmr", "seed": "3"}, results):
+        names.append([experiment.name for experiment in stage])
+        results |= {e.name: dict.fromkeys(MEASURES, float(f"mu1={best}" in e.name)) for e in stage}
+    assert names[1] == [f"fedmr-mu1={best}-mu2={mu2}-s3" for mu2 in (3, 4)]
+
+
+def test_of_equally_good_values_of_a_grid_the_first_is_kept(tmp_path):
+    (tmp_path / "a.yaml").write_text(PRESET)
+    results = {}
+    for stage in stages({"preset": str(tmp_path / "a.yaml"), "method": "fedmr"}, results):
+        results |= {e.name: dict.fromkeys(MEASURES, 0.5) for e in stage}
+    assert stage[0].given["mu1"] == "1"
+
+
 def test_a_hyper_parameter_that_is_given_is_not_searched(tmp_path):
     (tmp_path / "a.yaml").write_text(PRESET)
     (stage,) = stages({"preset": str(tmp_path / "a.yaml"), "mu": "7", "method": "fedprox"}, {})

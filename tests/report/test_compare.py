@@ -57,7 +57,7 @@ def test_seeds_without_a_partner_are_left_out_with_a_note(tmp_path):
 def test_other_partitions_of_the_same_seed_are_not_compared(tmp_path):
     write_run(tmp_path / "runs/a", shift=1)
     write_run(tmp_path / "runs/b", shift=2, method="fedgela")
-    with pytest.raises(UserError, match=r"no pair: .* seed 0 of fedavg and fedgela has different partitions"):
+    with pytest.raises(UserError, match=r"no pair: .* seed 0 of fedavg and fedgela has different data or partitions"):
         compare(collect([tmp_path / "runs"]))
 
 

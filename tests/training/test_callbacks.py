@@ -135,7 +135,15 @@ def test_restored_early_stopping_waits_on_and_equal_accuracy_is_no_rise():
     run = SimpleNamespace(history=History([{"ga": 0.5}]))
     assert [first.on_round(run, None) for _ in range(2)] == [False, False]
     restored.restore(json.loads(json.dumps(first.state())))
+    restored.on_start(run)
     assert restored.on_round(run, None)
+
+
+def test_early_stopping_of_another_run_forgets_it_when_a_run_without_it_is_resumed():
+    stopping, run = fp.EarlyStopping("ga", patience=2), SimpleNamespace(history=History([{"ga": 0.9}]), round=3)
+    stopping.on_round(run, None)
+    stopping.on_start(run)  # resumed in round 3, but nothing was restored
+    assert (stopping.best, stopping.waited) == (float("-inf"), 0)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training import progress
 from fedjax_pcdd.training.folder import CONFIG, RunFolder
+from fedjax_pcdd.training.lock import InUse
 from fedjax_pcdd.training.loggers import TensorBoard, WandB
 from fedjax_pcdd.training.metrics import History
 
@@ -51,7 +52,13 @@ def test_half_written_files_of_a_killed_process_are_removed_on_opening(folder):
 
 
 def test_a_folder_that_holds_a_run_is_refused(folder):
+    folder.close()
     with pytest.raises(UserError, match=r"already holds a run: continue it with resume=.*/run or"):
+        RunFolder.create(folder.path, "")
+
+
+def test_a_folder_of_a_run_that_is_running_is_said_to_be_in_use(folder):
+    with pytest.raises(InUse, match=r"is in use by .*: choose another run_dir, or wait for it to end"):
         RunFolder.create(folder.path, "")
 
 
