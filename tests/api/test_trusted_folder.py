@@ -28,6 +28,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedmd import FedMD
 from fedjax_pcdd.methods.fedrep import FedRep
@@ -190,12 +191,15 @@ def stopped_in_python(folder, method, model):
 
 
 @pytest.mark.thorough
-def test_another_module_or_method_class_is_refused_when_a_run_of_python_resumes(tmp_path):
+def test_another_module_or_method_class_is_refused_when_a_run_of_python_resumes(tmp_path, monkeypatch):
+    known = dict(METHODS.data)
     resumed = stopped_in_python(tmp_path / "run", method_of_a_script(), Layer("relu"))
     with pytest.raises(UserError, match=r"the model is not the one that the run in .* began with"):
         resumed(method_of_a_script(), Layer("tanh"))
+    monkeypatch.setattr(METHODS, "data", dict(known))  # as in a new process
     with pytest.raises(UserError, match=r"the method is not the one that the run in .* began with"):
         resumed(edited_method_of_the_script(), Layer("relu"))
+    monkeypatch.setattr(METHODS, "data", dict(known))
     assert len(resumed(method_of_a_script(), Layer("relu")).ga) == 2
 
 
