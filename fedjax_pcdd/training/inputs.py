@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from fedjax_pcdd import __version__, methods
+from fedjax_pcdd import __version__
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.dataset import Dataset
@@ -54,8 +54,7 @@ def inputs_of(
       availability: that of the clients, if they are not always available.
       model: the object, or the list of them, that the user passed in place of a name.
     """
-    origins = origins_of(config)
-    own = methods.plain_name(config.method) not in origins and not type(method).__module__.startswith("fedjax_pcdd.")
+    own = not type(method).__module__.startswith("fedjax_pcdd.")
     options = {name: value for name, value in values(config, method).items() if name not in NOT_COMPUTED}
     return {
         "options": json.loads(json.dumps(options, default=str)),
@@ -65,7 +64,7 @@ def inputs_of(
         "public labels": None if labels is None else digest([labels]),
         "partition": digest(a for part in federation.partition for a in (Lists.of(part).flat, Lists.of(part).sizes)),
         "availability": _draws(availability, config.seed),
-        "files": {name: origin.sha256 for name, origin in origins.items()},
+        "files": {name: origin.sha256 for name, origin in origins_of(config).items()},
         "objects": {"model": described(model), "method": described(type(method)) if own else None},
         "versions": {"fedjax-pcdd": __version__} | {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
