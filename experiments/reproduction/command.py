@@ -12,7 +12,7 @@ from typing import Any
 from fedjax_pcdd.cli.messages import flag
 from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.cli.sweep import processes
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, is_there, nearest
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import run_option
 from fedjax_pcdd.training.presets import PAPERS
@@ -41,7 +41,7 @@ class Options:
     )
     claim: str | None = run_option(None, "", "only cells that a claim of the papers is about, by its text in `claims`")
     budget_minutes: float | None = run_option(
-        None, "", "stop after this time; a cell in the making continues with the next call"
+        None, "", "stop after this time; a cell in the making continues with the next call", above=0
     )
     workers: int = run_option(1, "", "processes that divide the cells, each with its share of the cores", low=1)
     together: int = run_option(
@@ -84,9 +84,22 @@ def reproduce_main(experiments: Path, argv: Sequence[str] | None = None, papers:
     return command(Options, lambda options: _act(options, experiments, papers), argv, "reproduce.py")
 
 
+def _check(options: Options) -> None:
+    """Raise UserError for options that would be ignored, and for pages of nothing."""
+    asked = [name for name in ("page", "coverage", "claims", "status") if getattr(options, name)]
+    if len(asked) > 1:
+        raise UserError(f"`{asked[0]}` and `{asked[1]}` ask for different things: choose one.")
+    chosen = [name for name in ("scale", "only", "claim") if getattr(options, name) is not None]
+    if asked and asked != ["status"] and chosen:
+        raise UserError(f"`{chosen[0]}` chooses cells, and `{asked[0]}` is of all results: leave it out.")
+    if options.page and not is_there(options.results_dir, Path.is_dir):
+        raise UserError(f"there is no folder {options.results_dir}: name that of the results.", field="results_dir")
+
+
 def _act(options: Options, experiments: Path, papers: Path) -> None:
     from reproduction.cells import Folders  # JAX is not needed for the help and for mistakes
 
+    _check(options)
     if options.page:
         from reproduction.pages import write_pages
 

@@ -86,7 +86,7 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
     seeds = tuple(seed for seed in sorted(higher.keys() & lower.keys()) if np.isfinite(higher[seed] - lower[seed]))
     if not seeds:
         return None
-    values = np.array([higher[seed] - lower[seed] for seed in seeds], float)
+    values = np.round([higher[seed] - lower[seed] for seed in seeds], DIGITS)  # without what rounding left of zeros
     centre, n = float(values.mean()), len(values)
     if n == 1:
         return Difference(centre, None, seeds)
@@ -96,7 +96,7 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
 
     test: Any = stats.ttest_1samp(values, 0.0)  # scipy's results are not typed
     low, high = test.confidence_interval(confidence)
-    ranks: Any = stats.wilcoxon(np.round(values, DIGITS)) if n >= LEAST_WILCOXON else None
+    ranks: Any = stats.wilcoxon(values) if n >= LEAST_WILCOXON else None
     rank_p = None if ranks is None else float(ranks.pvalue)
     return Difference(centre, float(stats.sem(values)), seeds, float(low), float(high), float(test.pvalue), rank_p)
 

@@ -157,11 +157,10 @@ class Tracking(Callback):
         return round % self.every == 0 or round == run.rounds
 
     def on_end(self, run: Run) -> None:
-        """Draw the pictures `track_<name>.png`."""
-        if run.error is None:
-            for name in self.names:
-                rows = {"": self.folder.rows(TRACK)}
-                self.folder.draw(f"track_{short_name(name)}.png", partial(draw, name, rows))
+        """Draw the pictures `track_<name>.png`, unless the run had ended before anything was tracked."""
+        rows = self.folder.rows(TRACK)
+        for name in self.names if rows and run.error is None else ():
+            self.folder.draw(f"track_{short_name(name)}.png", partial(draw, name, {"": rows}))
 
 
 def _has_samples(simulation: Any, all_clients: bool) -> bool:

@@ -263,6 +263,23 @@ def test_a_table_of_eigenvalues_gets_them_from_the_last_checkpoint(folders):
     assert result(folders, cells[0])["metrics"]["eigenvalue_variance"] > 0
 
 
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--page", "--claims"], "--page and --claims ask for different things: choose one."),
+        (["--claims", "--scale=cpu"], "--scale chooses cells, and --claims is of all results: leave it out."),
+        (["--coverage", "--claim=above"], "--claim chooses cells, and --coverage is of all results: leave it out."),
+        (["--budget-minutes=-1"], "--budget-minutes must be above 0"),
+        (["--page", "--results-dir=nowhere"], "there is no folder nowhere: name that of the results."),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(capsys, argv, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert reproduce_main(tmp_path, argv) == 2
+    assert sentence in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 # Time
 
 

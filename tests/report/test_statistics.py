@@ -50,6 +50,11 @@ def test_the_rank_test_needs_enough_pairs_to_be_conclusive():
     assert many.rank_p == pytest.approx(2 / 2**LEAST_WILCOXON)
 
 
+def test_what_rounding_leaves_of_zero_is_no_difference():
+    one = paired({seed: 50.0 + 1e-11 * seed for seed in range(6)}, dict.fromkeys(range(6), 50.0))
+    assert (one.mean, one.p) == (0.0, 1.0)
+
+
 def test_differences_equal_up_to_float_rounding_are_ties():
     first, second = [0.57, 0.58, 0.29, 0.61, 0.70, 0.83], [0.47, 0.48, 0.39, 0.51, 0.80, 0.43]
     noisy = difference(*(100 * a - 100 * b for a, b in zip(first, second, strict=True)))
