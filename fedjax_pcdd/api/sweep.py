@@ -9,7 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,8 +137,9 @@ class Sweep:
 
     def _check_data(self, name: str) -> None:
         """Raise UserError if a finished experiment was trained on other data than those finished before."""
-        folder = self.folder / name
-        inputs = (RunFolder(folder).read_json(RESOLVED) or {}).get("inputs") or {}
+        folder, inputs = self.folder / name, {}
+        with suppress(UserError):  # damaged: a finished experiment does without it
+            inputs = (RunFolder(folder).read_json(RESOLVED) or {}).get("inputs") or {}
         if digest := inputs.get("data set"):
             known, first = self._data.setdefault(_data_key(self._planned[name].config), (digest, folder))
             if digest != known:

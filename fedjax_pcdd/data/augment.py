@@ -11,6 +11,7 @@ other, took 0.5 and 1.0 ms; one-hot products took 0.7 ms for the crop alone, sel
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class Pipeline:
         if self.crop not in ("none", "reflect", "zero"):
             raise UserError(f"crop must be 'none', 'reflect' or 'zero', not {self.crop!r}.")
         for name in ("padding", "window"):
-            if not isinstance(pixels := getattr(self, name), int) or pixels < 0:
+            if not isinstance(pixels := getattr(self, name), Integral) or pixels < 0:
                 raise UserError(f"must be a number of pixels, 0 or more, not {shortened(pixels)}.", field=name)
         if not isinstance(self.rotate, int | float) or not 0 <= self.rotate <= 180:
             raise UserError(f"must be an angle from 0 to 180 degrees, not {shortened(self.rotate)}.", field="rotate")

@@ -118,9 +118,10 @@ def build_model(config: RunConfig, model: Any, dataset: Dataset) -> Classifier:
     return model.clone(neck=config.neck) if config.neck else model
 
 
-def about_neck(neck: int, model: Classifier) -> list[str]:
-    """A sentence if the method made another neck than the option `neck` asks for; else no sentence."""
-    return [] if neck in (0, model.neck) else [f"`neck={neck}` has no effect: the method chooses the neck."]
+def about_neck(neck: int, model: Any) -> list[str]:
+    """A sentence if the method made another neck than the option `neck` asks for; else none, as for FML's pair."""
+    actual = getattr(model, "neck", neck)
+    return [] if neck in (0, actual) else [f"`neck={neck}` has no effect: the method chooses the neck."]
 
 
 def about_norms(bn: str, model: Classifier, image_shape: tuple[int, ...]) -> list[str]:

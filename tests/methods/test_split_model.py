@@ -148,9 +148,10 @@ def test_running_statistics_of_base_layers_do_not_change_in_fine_tuning():
 @pytest.mark.thorough
 def test_accuracy_of_fine_tuned_layers_is_reported_beside_that_of_training():
     federation = fp.partition(fp.load_dataset("digits"), "pcdd", clients=3, classes_per_client=4)
-    options = {"rounds": 2, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 2}
+    options = {"rounds": 2, "local_epochs": 1, "lanes": 1}
     plain, tuned = (
-        fp.simulate(federation, FedPer(fine_tune_layers=fine_tune), **options).summary for fine_tune in (False, True)
+        fp.simulate(federation, FedPer(fine_tune_layers=epochs > 0), fine_tune_epochs=epochs, **options).summary
+        for epochs in (0, 2)
     )
     assert "pa_tuned" not in plain
     assert tuned["pa_last"] == plain["pa_last"]

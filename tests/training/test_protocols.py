@@ -259,11 +259,11 @@ def test_a_task_refuses_a_protocol():
 @pytest.mark.thorough
 def test_simulate_reports_all_protocols_under_their_names():
     federation = fp.partition(fp.load_dataset("digits"), clients=4, beta=1.0)
-    options = {"rounds": 1, "local_epochs": 2, "lanes": 1, "fine_tune_epochs": 1, "batch_size": 50}
+    options = {"rounds": 1, "local_epochs": 2, "lanes": 1, "batch_size": 50}
     history = fp.simulate(federation, FedGELA(), pa_protocol="best_epoch", **options)
     assert {f"pa_{name}_best" for name in PROTOCOLS} <= history.summary.keys()
     assert history.summary["pa_protocol"] == "during training, best epoch of each client, chosen on its tests"
-    tuned = fp.simulate(federation, "fedavg", pa_protocol="best_mean", **options)
+    tuned = fp.simulate(federation, "fedavg", pa_protocol="best_mean", fine_tune_epochs=1, **options)
     assert tuned.summary["pa_best"] == tuned.summary["pa_best_mean_best"] >= tuned.summary["pa_received_best"]
     assert tuned.summary["pa_protocol"].startswith("global model fine-tuned for 1 epochs, epoch with the best mean")
 
