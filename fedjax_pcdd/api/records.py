@@ -19,7 +19,7 @@ from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training import loggers
 from fedjax_pcdd.training.accuracies import LastRound
-from fedjax_pcdd.training.callbacks import Profile
+from fedjax_pcdd.training.callbacks import Metrics, Profile
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, dump
 from fedjax_pcdd.training.folder import SUMMARY, Records, RunFolder, describe_machine, peak_memory_mb
@@ -108,6 +108,11 @@ def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
         raise UserError(f"{folder} was trained on objects of Python's: use fp.resume or fp.load_run with {missing}.")
 
 
+def _metrics(asked: Asked) -> list[Metrics]:
+    """The callbacks that measure the user's own metrics."""
+    return [callback for callback in asked.callbacks if isinstance(callback, Metrics)]
+
+
 class MemoryRecord(Record):
     """The record of an experiment in memory: only what the callbacks keep."""
 
@@ -115,7 +120,8 @@ class MemoryRecord(Record):
         """As for `Record`."""
         super().__init__(asked, setup, e, state, say)
         accuracies = setup.accuracies(e, per_client=True)
-        self.callbacks = [accuracies, *asked.callbacks, LastRound(accuracies), *asked.last]
+        last_round = LastRound([accuracies, *_metrics(asked)])
+        self.callbacks = [accuracies, *asked.callbacks, last_round, *asked.last]
 
 
 class FolderRecord(Record):
@@ -146,7 +152,8 @@ class FolderRecord(Record):
             accuracies = setup.accuracies(e, kept=self._kept)
             checkpointed = [accuracies, *asked.callbacks]
             self.checkpoint = Checkpoint(checkpoints, checkpointed)
-            final_callbacks = [LastRound(accuracies), *self._writers(), self.checkpoint]
+            last_round = LastRound([accuracies, *_metrics(asked)])
+            final_callbacks = [last_round, *self._writers(), self.checkpoint]
             self.callbacks = [*checkpointed, *final_callbacks, *asked.last]
             self.close = opened.pop_all().close
 

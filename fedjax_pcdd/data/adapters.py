@@ -152,7 +152,11 @@ def _opened(file: Path, side: int | None) -> Image.Image:
     try:
         with Image.open(file) as image:
             image.load()
-            return image if side is None else image.resize((side, side), Image.Resampling.BILINEAR)
+            if side is None:
+                return image
+            if image.mode in ("P", "1"):  # without levels Pillow would take the nearest pixels
+                image = image.convert("L" if image.mode == "1" else "RGB")
+            return image.resize((side, side), Image.Resampling.BILINEAR)
     except (UnidentifiedImageError, OSError, ValueError) as error:
         raise UserError(f"{file} is not an image ({in_one_line(error)}): move it out of the folder.") from error
 

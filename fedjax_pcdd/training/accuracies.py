@@ -182,14 +182,15 @@ class Accuracies(Callback):
 class LastRound(Callback):
     """Evaluates the models of a run that a callback has ended in a round without evaluation."""
 
-    def __init__(self, accuracies: Accuracies):
-        """Args: accuracies: the callback that measures."""
-        self.accuracies = accuracies
+    def __init__(self, measuring: Sequence[Any]):
+        """Args: measuring: the callbacks that fill a row in rounds with evaluation, by `complete` in this one."""
+        self.measuring = measuring
 
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Complete the last row; must be called after the callbacks that may end the run."""
         if run.stopped and run.history.rows[-1]["ga"] is None:
-            self.accuracies.complete(run, report)
+            for callback in self.measuring:
+                callback.complete(run, report)
 
 
 def further(run: Run, correct: dict[str, Any]) -> dict[str, float]:

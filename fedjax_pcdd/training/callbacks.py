@@ -108,10 +108,14 @@ class Metrics(Callback):
         row = run.history.rows[-1]
         if duplicates := self.functions.keys() & row.keys():
             raise UserError(f"names '{min(duplicates)}', which every row has: choose another name.", field="metrics")
-        row |= {
-            name: None if row["ga"] is None else _number(name, function, run)
-            for name, function in self.functions.items()
-        }
+        if row["ga"] is None:
+            row |= dict.fromkeys(self.functions)
+        else:
+            self.complete(run, report)
+
+    def complete(self, run: Run, report: RoundReport) -> None:
+        """Measure, and write into the newest row."""
+        run.history.rows[-1] |= {name: _number(name, function, run) for name, function in self.functions.items()}
 
 
 def _number(name: str, function: Callable[[Run], Any], run: Run) -> float:

@@ -423,6 +423,7 @@ def unused(config: RunConfig, traits: "Traits") -> list[str]:
         "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)), "augment": ("task", (None,)),
         "lr_decay": where_given("lr_steps"), "task_split": where_given("task"),
         "track_every": where_given("track"), "track_local": where_given("track"),
+        "patience": where_given("coordinator"),
         "public": ("method", public), "public_samples": ("method", public), "public_batch": ("method", exchanged),
         "pretrain_batch_size": ("pretrain_epochs", (config.pretrain_epochs,) if pretrains else ()),
     }  # fmt: skip

@@ -114,6 +114,7 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
         ({"track_every": 2}, "--track-every=2 has no effect without --track."),
         ({"track_local": False}, "--track-local=0 has no effect without --track."),
         ({"pretrain_batch_size": 64}, "--pretrain-batch-size=64 has no effect without --pretrain-epochs."),
+        ({"patience": 50}, "--patience=50 has no effect without --coordinator."),
         ({"public": "digits_public"}, "--public=digits_public has no effect with --method=fedavg."),
         ({"public_samples": 64}, "--public-samples=64 has no effect with --method=fedavg."),
         ({"method": "feddf", "public_batch": 64}, "--public-batch=64 has no effect with --method=feddf."),

@@ -169,6 +169,21 @@ def test_images_of_several_sizes_are_refused_unless_stretched_to_a_side(folder):
     assert fp.from_folder(folder, side=8).x_train.shape == (13, 8, 8, 3)
 
 
+def test_images_with_a_palette_are_resized_like_others(tmp_path):
+    colours = np.random.default_rng(0).integers(0, 256, (4, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(1).integers(0, 4, (8, 8), dtype=np.uint8)
+    indexed = Pillow.fromarray(pixels)
+    indexed.putpalette(colours.ravel().tolist())
+    data = {}
+    for name, image in (("palette", indexed), ("plain", Pillow.fromarray(colours[pixels]))):
+        for label in ("cat", "dog"):
+            (tmp_path / name / "train" / label).mkdir(parents=True)
+            for i in range(5):
+                image.save(tmp_path / name / "train" / label / f"{i}.png")
+        data[name] = fp.from_folder(tmp_path / name, side=5).x_train
+    np.testing.assert_array_equal(data["palette"], data["plain"])
+
+
 def test_grey_values_of_16_bits_are_kept_unless_mixed_with_colour_images(tmp_path):
     grey = 4000 * np.arange(16, dtype=np.uint16).reshape(4, 4)
     for name in ("cat", "dog"):

@@ -315,6 +315,14 @@ def test_the_last_round_of_a_run_that_a_callback_ended_is_evaluated(federation):
 
 
 @pytest.mark.thorough
+def test_metrics_of_the_last_round_of_such_a_run_are_measured_too(federation, tmp_path):
+    options = SMALL | {"callbacks": [StopAt(3)], "eval_every": 2, "metrics": {"seen": lambda run: run.round}}
+    for run_dir in (None, tmp_path / "run"):
+        history = fp.simulate(federation, run_dir=run_dir, **options)
+        assert [row["seen"] for row in history.rows] == [None, 2.0, 3.0]
+
+
+@pytest.mark.thorough
 def test_a_callback_gets_the_same_history_with_and_without_a_run_folder(federation, tmp_path):
     seen = {}
 
