@@ -35,8 +35,8 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
 
     All methods share the draws, so two methods can be compared by the interval of the difference of their mean ranks.
     An interval is Student's with the standard deviation of the draws, widened by sqrt(n / (n - 1)) for n splits, since
-    quantiles of so few things drawn again are too narrow: with five splits those of 95 % cover 80 to 97 % in
-    simulations, these 92 to 99 %. Of a single split n counts the seeds, and the choice of the split is not covered.
+    quantiles of so few things drawn again are too narrow. Of a single split n counts the seeds, and the choice of the
+    split is not covered.
 
     Args:
       scores: [M, B, N], larger is better; -inf for a run that diverged.

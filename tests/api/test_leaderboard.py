@@ -211,19 +211,19 @@ def test_rank_intervals_of_equal_seeds_are_students():
 
 
 @pytest.mark.thorough
-def test_rank_intervals_of_five_splits_contain_what_they_estimate():
-    """In about 95 % of 100 repetitions; quantiles of the draws did in 86 %."""
+@pytest.mark.parametrize(("between_splits", "between_seeds"), [(2.0, 0.5), (1.0, 1.0), (3.0, 0.2), (0.3, 1.0)])
+def test_rank_intervals_of_five_splits_contain_what_they_estimate(between_splits, between_seeds):
     rng, centres = np.random.default_rng(0), np.linspace(0, 3, 10)[:, None, None]
 
     def drawn(splits):
-        return centres + 2 * rng.normal(size=(10, splits, 1)) + 0.5 * rng.normal(size=(10, splits, 3))
+        of_split = between_splits * rng.normal(size=(10, splits, 1))
+        return centres + of_split + between_seeds * rng.normal(size=(10, splits, 3))
 
     true = rankdata(-drawn(20_000).mean(-1), axis=0).mean(-1)
     repeated = [ranks(drawn(5), baseline=4) for _ in range(100)]
     own = np.mean([(one.low <= true) & (true <= one.high) for one in repeated])
     over = np.mean([(one.over[:, 0] <= true - true[4]) & (true - true[4] <= one.over[:, 1]) for one in repeated])
-    assert 0.92 < own < 0.98
-    assert 0.92 < over < 0.99
+    assert min(own, over) > 0.92  # that they are no wider than they need be is the test above
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,13 @@ def test_masked_samples_stay_out_of_batch_statistics(module):
     assert not np.allclose(*map(np.ravel, (jax.tree.leaves(state)[0], jax.tree.leaves(variables["batch_stats"])[0])))
 
 
+def assert_statistics_are_of_the_valid_samples(model):
+    variables = initialise(model, jax.random.key(1), SHAPE)
+    _, state = trained(model, variables, FIRST_FOUR)
+    _, expected_state = forward(model, variables, IMAGES[:4], train=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, expected_state)
+
+
 class Patches(nn.Module):
     """Each image is four rows of the batch."""
 
@@ -170,11 +177,7 @@ class Patches(nn.Module):
 
 
 def test_masked_samples_stay_out_of_the_statistics_of_their_patches():
-    model = built(Patches)
-    variables = initialise(model, jax.random.key(1), SHAPE)
-    _, state = trained(model, variables, FIRST_FOUR)
-    _, expected_state = forward(model, variables, IMAGES[:4], train=True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, expected_state)
+    assert_statistics_are_of_the_valid_samples(built(Patches))
 
 
 class OwnNorm(nnx.BatchNorm):
@@ -196,11 +199,7 @@ class NnxOwnNormWithMask(NnxOwnNorm):
 def test_a_batch_norm_of_a_users_class_needs_the_mask():
     with pytest.raises(UserError, match="model NnxOwnNorm has a batch norm of a class of its own, OwnNorm"):
         built(NnxOwnNorm)
-    model = built(NnxOwnNormWithMask)
-    variables = initialise(model, jax.random.key(1), SHAPE)
-    _, state = trained(model, variables, FIRST_FOUR)
-    _, expected_state = forward(model, variables, IMAGES[:4], train=True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, expected_state)
+    assert_statistics_are_of_the_valid_samples(built(NnxOwnNormWithMask))
 
 
 class Counted(nn.Module):
