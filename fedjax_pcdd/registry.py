@@ -24,11 +24,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from fedjax_pcdd.beside import imported_files
 from fedjax_pcdd.errors import UserError, in_one_line, is_there, nearest
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
 
+_imported: dict[str, dict[Path, str]] = {}  # of files of the user, by their module: those beside them, with SHA-256
 _recorded: dict[str, "Origin"] = {}  # by name in the configurations that were read, for names that no longer resolve
 
 
@@ -204,6 +206,7 @@ def _module_of_file(file: Path) -> ModuleType:
     file = file.resolve()
     name = f"{PACKAGE}_{file.stem}_{hashlib.sha256(f'{file} {file_sha256(file)}'.encode()).hexdigest()[:12]}"
     if name in sys.modules:
+        _check_beside(_imported.get(name, {}))
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # the file ends in .py
@@ -213,12 +216,29 @@ def _module_of_file(file: Path) -> ModuleType:
     try:
         # Not through the loader: its bytecode cache recognises an edited file by time and size alone.
         exec(compile(file.read_bytes(), file, "exec"), vars(module))
+        _imported[name] = _loaded_beside(file)
     except BaseException:
         del sys.modules[name]
         raise
     finally:
         sys.path.remove(str(file.parent))
     return module
+
+
+def _loaded_beside(file: Path) -> dict[Path, str]:
+    """The SHA-256 of the files beside a file that it imports; UserError if Python has another module of a name."""
+    beside = imported_files(file)
+    for path, name in beside.items():
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is not None and Path(loaded).resolve() != path.resolve():
+            raise UserError(f"{file} imports {path.name}, but {loaded} has that name in this program: rename one.")
+    return {path: file_sha256(path) for path in beside}
+
+
+def _check_beside(sha256: Mapping[Path, str]) -> None:
+    for path, recorded in sha256.items():
+        if not path.is_file() or file_sha256(path) != recorded:
+            raise UserError(f"{path} has changed since it was imported: start Python anew.")
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from fedjax_pcdd.training.config import RUN, RunConfig, unused
 from fedjax_pcdd.training.fields import convert
 
 _LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # data set -> options that load it again
+_DRAWN: WeakKeyDictionary[Federation, dict[str, Any]] = WeakKeyDictionary()  # federation -> options of its partition
 
 
 def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -> Dataset:
@@ -166,9 +167,15 @@ def partition(
     any_kind: Any = kind  # an unknown one is refused, with the nearest known one
     config = RunConfig(partition=any_kind, **parsed)
     federation = federate(config, dataset)
+    _DRAWN[federation] = {"partition": kind, **parsed}
     for sentence in unused(config, Traits()):
         warn(sentence.replace("`partition=", "`kind="))
     return federation
+
+
+def options_that_draw(federation: Federation) -> dict[str, Any] | None:
+    """The options of `partition` that made this federation, with their seed; None for any other federation."""
+    return _DRAWN.get(federation)
 
 
 def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -> Classifier:

@@ -14,7 +14,7 @@ from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import over_seeds
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import Option, members, options_of
-from fedjax_pcdd.training.metrics import MEASURES
+from fedjax_pcdd.training.metrics import MEASURES, chosen_by
 from fedjax_pcdd.training.options import configure, in_any_case, method_of, own_values
 from fedjax_pcdd.training.presets import listed_as, read_preset
 
@@ -155,6 +155,8 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
     if not any(searched.values()):
         yield expand(given)
         return
+    if several := next((name for name in ("select_on", "select_by") if "," in given.get(name, "")), None):
+        raise UserError("chooses the rounds that a search compares: give one value.", field=several)
     fixed = {
         m: {n: x for n, x in given.items() if n in owned[m] or n not in owned_by_any} | {"method": m}
         for m in method_names
@@ -184,6 +186,7 @@ def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> 
         outcomes = [results[e.name] for e in repeated]
         finished = [r for r in outcomes if isinstance(r, dict)]
         row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(outcomes) - len(finished)}
+        row["selected_on"] = chosen_by(finished)
         row["pa_protocol"] = "; ".join(dict.fromkeys(r["pa_protocol"] for r in finished if "pa_protocol" in r))
         for measure in (*MEASURES, "ga_validation_best"):
             cell = over_seeds((r.get(measure) for r in finished), factor=100.0)

@@ -26,7 +26,7 @@ ON_TEST = (
     "`validation=0.1`, and for PA `pa_protocol=last`, chooses on training samples that are held out."
 )
 EXAMPLE = "`lr=0.01:0.3:log`"
-ALONE = {"seed", *WHOLE, *RESERVED}  # options that are not searched
+ALONE = {"seed", "select_on", "select_by", *WHOLE, *RESERVED}  # options that are not searched
 
 
 class Trial(NamedTuple):
@@ -42,7 +42,6 @@ class Search:
 
     Attributes:
       trials: suggested so far, without repeated suggestions.
-      chosen_on: what the best rounds are chosen by, as `RunConfig.chosen_on`.
       on_test: whether trials are chosen on test samples.
     """
 
@@ -69,7 +68,7 @@ class Search:
             raise UserError(f"there is nothing to search: give an option bounds, as {EXAMPLE}, or several values.")
         first_options = {name: _written(space, _first(space)) for name, space in self._spaces.items()}
         config, first_method = configure(self._trial("", first_options).experiments[0].given)
-        self.chosen_on, on_validation = config.chosen_on, config.chosen_on == "validation"
+        on_validation = config.select_on == "validation"
         # Some protocols of PA choose epochs on test samples, wherever the round is chosen.
         tested = metric == "pa" and needs_epochs(protocol_of(config.pa_protocol, first_method.traits()))
         self.on_test = tested or not on_validation

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.api.data import options_that_load, partition
+from fedjax_pcdd.api.data import options_that_draw, options_that_load, partition
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded
@@ -166,7 +166,8 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
         raise UserError(f"{folder} already holds a run: continue it with `resume=True`, or choose another `run_dir`.")
     if not is_there(folder / CONFIG):
         missing = [name for name in objects if name != "federation" or load_options is None]
-        return finished(asked._replace(config=config, origin={"given": missing} if missing else {}), label)
+        origin = {"given": missing, "drawn": options_that_draw(given.federation)}
+        return finished(asked._replace(config=config, origin={k: v for k, v in origin.items() if v}), label)
     continued = recorded(folder, objects)
     check_same((continued.config, continued.method), (config, method), folder)
     if is_there(folder / SUMMARY):

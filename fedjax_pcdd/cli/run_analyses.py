@@ -16,7 +16,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
-from fedjax_pcdd.report.grouping import data_of, differing, newest
+from fedjax_pcdd.report.grouping import PARTITION, data_of, differing, newest
 from fedjax_pcdd.report.tables import Cell, markdown, over_seeds, shown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.build import build_model, default_model, spoken_of
@@ -167,6 +167,7 @@ def rounds(records: list[RunRecord], given: Options) -> str:
 def burden(records: list[RunRecord], given: Options) -> str:
     """Memory and time of a client (FedMR, Figure 4; FedRL, Table 3)."""
     lines, ratios = [], {}
+    members: dict[str, list[RunRecord]] = {}
     for label, record in zip(labels_of(records), records, strict=True):
         (counts, words, _), summary = _counted(record), record.result
         reference = _reference(record, records)
@@ -180,10 +181,19 @@ def burden(records: list[RunRecord], given: Options) -> str:
         lines.append([label, words["held"], *cells, _ratio(*paper), _number(memory)])
         name = f"{record.method} {record.resolved.get('variant') or ''}".rstrip()
         ratios.setdefault(name, []).append((record.partition, counts.held, ratio, summary["ga_best"]))
+        members.setdefault(name, []).append(record)
     if "output" in given:
+        _check_settings(members)
         draw_burdens(_burdens(ratios), given["output"])
     heads = ["run", "held in training", "MB", "kept between rounds", "s a round", "times FedAvg", "paper", "peak MB"]
     return table(heads, lines)
+
+
+def _check_settings(members: dict[str, list[RunRecord]]) -> None:
+    """UserError if runs that would be one point of a picture differ in more than data, partition and seed."""
+    for name, runs in members.items():
+        if differences := [n for n in differing([run.config for run in runs]) if n not in ("dataset", *PARTITION)]:
+            raise UserError(f"a picture has one point for {name}, and its runs differ in {', '.join(differences)}.")
 
 
 def _burdens(runs: dict[str, list[tuple]]) -> list[Burden]:
@@ -338,11 +348,11 @@ def _searched(records: list[RunRecord], name: str) -> tuple[dict[Any, list[RunRe
     for record in records:
         members = sets.setdefault(str([record.config.get(option) for option in other_options]), {})
         members.setdefault(record.resolved["hyperparameters"][name], []).append(record)
-    compared = [paired for members in sets.values() if len(members) > 1 and (paired := _of_common_seeds(members))]
+    compared = [paired for members in sets.values() if len(members) > 1 and (paired := of_common_seeds(members))]
     return max(compared, key=lambda members: sum(map(len, members.values())), default={}), len(compared)
 
 
-def _of_common_seeds(members: dict[Any, list[RunRecord]]) -> dict[Any, list[RunRecord]]:
+def of_common_seeds(members: dict[Any, list[RunRecord]]) -> dict[Any, list[RunRecord]]:
     """The newest runs of each value, of the seeds that all values have; {} if there is no such seed."""
     common = set.intersection(*({run.seed for run in runs} for runs in members.values()))
     kept = {value: [run for run in newest(runs) if run.seed in common] for value, runs in members.items()}

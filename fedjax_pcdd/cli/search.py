@@ -61,6 +61,6 @@ def _main(argv: Sequence[str]) -> int:
         CONSOLE.print(terminal(status(standings)))
         return 0
     best = search.best()
-    code = conclude(folder, search.rows(), search.chosen_on, tuple(best))
+    code = conclude(folder, search.rows(), tuple(best))
     print(f"best: {' '.join(f'{flag(name)}={text}' for name, text in best.items())}")
     return code

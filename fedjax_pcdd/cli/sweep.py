@@ -35,7 +35,6 @@ from fedjax_pcdd.errors import UserError, in_one_line, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
 from fedjax_pcdd.training.fields import Option, convert, write_text
 from fedjax_pcdd.training.metrics import MEASURES
-from fedjax_pcdd.training.options import configure
 
 if TYPE_CHECKING:
     from fedjax_pcdd.api.sweep import Standing, Sweep
@@ -64,8 +63,8 @@ The same command on other machines that see the folder divides the work with thi
 run."""
 
 
-def as_table(rows: Sequence[Mapping[str, Any]], select_on: str = "test", shown: Sequence[str] = ()) -> RichTable:
-    """A table for the terminal, in percent; `select_on` names the samples that chose best rounds, `shown` options."""
+def as_table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str] = ()) -> RichTable:
+    """A table for the terminal, in percent; `shown` names options."""
     from fedjax_pcdd.training.progress import with_pa_named  # which loads JAX
 
     headings = [with_pa_named(measure.replace("_", " ").upper(), rows) for measure in MEASURES]
@@ -76,7 +75,15 @@ def as_table(rows: Sequence[Mapping[str, Any]], select_on: str = "test", shown: 
         cells = [Cell(row[measure], row[f"{measure}_std"]) for measure in MEASURES]
         label = " ".join([row["experiment"], *(f"{name}={row[name]}" for name in shown)])
         lines.append(Row(label, (Cell(text=seeds), *cells)))
-    title = f"percent; best rounds chosen by {select_on} samples"
+    criteria = list(dict.fromkeys(row["selected_on"] for row in rows if row["selected_on"]))
+    if len(criteria) > 1:
+        columns.append(Column("best by"))
+        lines = [
+            line._replace(cells=(*line.cells, Cell(text=r["selected_on"]))) for line, r in zip(lines, rows, strict=True)
+        ]
+    title = "; ".join(
+        ["percent", *(f"best rounds chosen by {criterion}" for criterion in criteria if len(criteria) == 1)]
+    )
     return terminal(Table(title, tuple(columns), tuple(lines), stub="experiment"))
 
 
@@ -121,7 +128,7 @@ def _main(argv: Sequence[str]) -> int:
     folder, experiments = train(stages(options, results), results, settings["sweep_dir"], _most(settings), before)
     if settings["status"]:
         return 0
-    return conclude(folder, summarise(experiments, results), configure(experiments[0].given)[0].chosen_on)
+    return conclude(folder, summarise(experiments, results))
 
 
 def own_options(given: dict[str, str], known: Mapping[str, Option]) -> dict[str, Any]:
@@ -162,7 +169,7 @@ def train(
         raise
 
 
-def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], chosen_on: str, shown: Sequence[str] = ()) -> int:
+def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], shown: Sequence[str] = ()) -> int:
     """Write and show the table; return the exit code, 1 if an experiment failed."""
     from fedjax_pcdd.api.sweep import ELSEWHERE
 
@@ -171,7 +178,7 @@ def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], chosen_on: str, sh
     writer.writeheader()
     writer.writerows(rows)
     write_text(folder / "summary.csv", lines.getvalue(), ELSEWHERE)
-    CONSOLE.print(as_table(rows, chosen_on, shown))
+    CONSOLE.print(as_table(rows, shown))
     print(f"written to {folder / 'summary.csv'}; report: {invocation('report')} {shlex.quote(str(folder))}")
     return 1 if any(row["failed"] for row in rows) else 0
 

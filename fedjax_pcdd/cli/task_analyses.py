@@ -14,10 +14,11 @@ from fedjax_pcdd.analysis.domain_figures import (
     separation,
 )
 from fedjax_pcdd.analysis.pictures import diagonals, draw_matrices
+from fedjax_pcdd.cli.run_analyses import of_common_seeds
 from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.grouping import differing, newest
+from fedjax_pcdd.report.grouping import differing
 from fedjax_pcdd.training.folder import RunFolder
 
 Lines = tuple[list[str], list[list[str]]]  # headings and cells of a table
@@ -37,11 +38,17 @@ def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -
         intra = np.array([row[f"intra_top{top}"] for row in run_rows if row.get(f"intra_top{top}") is not None])
         numbers = (100 * intra[0], 100 * intra[-1], 100 * fluctuation(intra))
         lines.append([label, *(f"{x:.2f}" for x in numbers), f"{run_rows[-1]['local_objective']:.4f}"])
-    return ["run", f"own domain, top-{top}, first (%)", "last", "mean change, last 20", "local objective, last"], lines
+    return [
+        "run",
+        f"own domain, top-{top}, first (%)",
+        "last",
+        "mean change, last 20 evaluations",
+        "local objective, last",
+    ], lines
 
 
 def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
-    """Accuracies of the last round by public data set, and with and without CON (Figures 7 and 8)."""
+    """Accuracies of the last round by public data set, and with and without CON (Figures 7 and 8), of common seeds."""
     records_by_setting: dict[tuple[str, bool], list[RunRecord]] = {}
     for record in records:
         continual = record.resolved.get("hyperparameters", {}).get("continual", True)
@@ -51,7 +58,10 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
     if any(other != domains for other in other_domains):
         raise UserError("these runs are of tasks with other domains: name runs of one task.")
     _check_alike(records)
-    means = {key: _over_seeds(setting_records) for key, setting_records in records_by_setting.items()}
+    compared = of_common_seeds(records_by_setting)
+    if not compared:
+        raise UserError("these settings have no seed in common: run all of them with the same seeds.")
+    means = {key: _over_seeds(setting_records) for key, setting_records in compared.items()}
     if output:
         draw_bars(*_bars(means, domains), output)
     lines = []
@@ -73,8 +83,8 @@ def _check_alike(records: list[RunRecord]) -> None:
 
 
 def _over_seeds(records: list[RunRecord]) -> dict[str, np.ndarray]:
-    """Mean accuracies [K] on the other domains and on the own one, of the newest run of each seed."""
-    return {name: np.mean([r.result[name] for r in newest(records)], axis=0) for name in ("inter", "intra")}
+    """Mean accuracies [K] on the other domains and on the own one."""
+    return {name: np.mean([r.result[name] for r in records], axis=0) for name in ("inter", "intra")}
 
 
 def _bars(means: dict[tuple[str, bool], Any], domains: Sequence[str]) -> tuple[dict, list[str]]:

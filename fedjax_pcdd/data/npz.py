@@ -6,7 +6,6 @@ by their header. docs/data.md describes the layouts. Letters: n images, C classe
 
 import math
 import os
-import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -18,11 +17,13 @@ import numpy as np
 
 from fedjax_pcdd.data import text
 from fedjax_pcdd.data.dataset import Dataset, Keep, as_groups, as_images, count_classes, keep_all
+from fedjax_pcdd.data.memory import check_memory
 from fedjax_pcdd.data.unpacked import unpacked
 from fedjax_pcdd.errors import UserError, check_file, in_one_line, unreadable
 
 _GROUPS = ("writer", "domain")
 _CHUNK = 1 << 24  # bytes read at once from an array of which only some rows are needed
+_FEWER = "ask for or store fewer samples, or use `data=stream`"
 _UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -64,9 +65,9 @@ class Archive:
         with self._reading(), self._zip.open(f"{name}.npy") as stream:
             shape, fortran, dtype = _header(stream)
             if rows is not None and shape and not fortran and not dtype.hasobject:
-                self._check_memory(name, (len(rows), *shape[1:]), dtype)
+                check_memory(f"{self.file} cannot be used: {name}", (len(rows), *shape[1:]), dtype, _FEWER)
                 return _rows(stream, rows, shape, dtype)
-            self._check_memory(name, shape, dtype)
+            check_memory(f"{self.file} cannot be used: {name}", shape, dtype, _FEWER)
         with self._reading(), self._zip.open(f"{name}.npy") as stream:
             return np.lib.format.read_array(stream, allow_pickle=False)[... if rows is None else rows]
 
@@ -86,14 +87,6 @@ class Archive:
             shape, _, dtype = _header(stream)
             for _, content in _chunks(stream, shape, dtype):
                 yield content
-
-    def _check_memory(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        size = dtype.itemsize * math.prod(shape)
-        if size > free_memory():
-            raise UserError(
-                f"{self.file} cannot be used: {name} {list(shape)} of {dtype} needs {size / 1e9:.1f} GB of memory, of "
-                f"which {free_memory() / 1e9:.1f} GB are free: ask for or store fewer samples, or use `data=stream`."
-            )
 
 
 def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -118,13 +111,6 @@ def _rows(stream: IO[bytes], rows: np.ndarray, shape: tuple[int, ...], dtype: np
         first, last = np.searchsorted(rows, (start, start + len(content)))
         result[first:last] = content[rows[first:last] - start]
     return result
-
-
-def free_memory() -> float:
-    """Bytes of main memory that are available, infinity if the system does not tell."""
-    info = Path("/proc/meminfo")
-    match = re.search(r"MemAvailable:\s*(\d+) kB", info.read_text()) if info.is_file() else None
-    return int(match[1]) * 1024 if match else math.inf
 
 
 def read_arrays(file: str | os.PathLike, wanted: Iterable[str] | None = None) -> Arrays:
@@ -207,7 +193,7 @@ def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapp
     if coded and (dtype != np.uint8 or len(shape) != 4 or shape[1] != 3):
         raise UserError(f"{name} must be uint8 [n, 3, H, W], not {dtype} {list(shape)}.")
     decode = decode_delta if coded else np.asarray
-    if mapped and rows is None and shape and math.prod(shape) and not fortran and not dtype.hasobject:
+    if mapped and rows is None and shape and math.prod(shape) and not fortran and dtype.kind in "biuf":
         example, digest = decode(np.zeros((1, *shape[1:]), dtype))[0], archive.checksum(name)
         x = unpacked(Path(archive.file), key, digest, example, shape[0], lambda: map(decode, archive.pieces(name)))
     elif rows is not None and dtype.kind in "iu" and dtype != np.uint8:  # all of them tell whether they are levels

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fedjax_pcdd.data.dataset import Dataset, as_groups
+from fedjax_pcdd.data.memory import check_memory
 from fedjax_pcdd.errors import UserError
 
 KEYS = ("text", "speech_start", "speech_end", "speech_speaker")
@@ -81,9 +82,11 @@ def _streams(arrays: dict[str, np.ndarray], codes: np.ndarray) -> dict[int, np.n
 def _stack(parts: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Windows [n, T, 1, 1], labels [n] and speakers [n] of all speakers."""
     sizes = [len(windows) for windows, _ in parts]
-    joined = np.concatenate([windows for windows, _ in parts])
+    length = parts[0][0].shape[1] - 1
+    check_memory("the windows", (sum(sizes), length), parts[0][0].dtype, "store a larger stride in the file")
+    joined = np.concatenate([windows[:, :-1] for windows, _ in parts])
     speakers = as_groups(np.repeat([speaker for _, speaker in parts], sizes))
-    return np.ascontiguousarray(joined[:, :-1])[..., None, None], joined[:, -1], speakers
+    return joined[..., None, None], np.concatenate([windows[:, -1] for windows, _ in parts]), speakers
 
 
 def _check(arrays: dict[str, np.ndarray]):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from fedjax_pcdd.data.npz import free_memory as memory_of_the_machine
+from fedjax_pcdd.data.memory import free_memory as memory_of_the_machine
 from fedjax_pcdd.errors import UserError, in_one_line
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -13,9 +13,10 @@ import numpy as np
 
 from fedjax_pcdd.data.lists import LABELS
 from fedjax_pcdd.errors import UserError, is_there, unreadable
-from fedjax_pcdd.training.config import RUN
+from fedjax_pcdd.training.config import RUN, partition_tag
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
 from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder, failure_of
+from fedjax_pcdd.training.presets import has_own_partition
 
 
 @dataclass(frozen=True)
@@ -194,5 +195,21 @@ def read_record(path: Path) -> RunRecord:
         raise UserError(f"{path / 'resolved.json'} is damaged: resume the run, or leave it out.")
     rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")
     record = RunRecord(path, config, text, resolved, rows, clients, summary)
-    _ = record.partition  # read now, so that a damaged one is left out
+    digest = record.partition  # read now, so that a damaged one is left out
+    if has_own_partition(config["partition"], config["run_dir"]):
+        config |= _of_own_partition(record, digest or "")
     return record
+
+
+def _of_own_partition(record: RunRecord, digest: str) -> dict[str, Any]:
+    """The options of a partition that was made in Python, so that its runs stand beside others of the same kind.
+
+    A partition that is the same for all seeds, or of which nothing is known, is named by its seed or its content.
+    """
+    drawn = record.resolved.get("drawn")
+    if not isinstance(drawn, dict) or not {"partition", "seed"} <= drawn.keys():
+        return {"partition": f"partition {digest[:8]}"}
+    options = {name: value for name, value in drawn.items() if name in RUN and name not in ("seed", "clients")}
+    if drawn["seed"] == record.seed:
+        return options
+    return options | {"partition": f"{partition_tag(record.config | options)} of seed {drawn['seed']}"}

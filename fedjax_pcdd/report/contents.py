@@ -27,6 +27,7 @@ from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label,
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
 from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.metrics import CHOSEN_BY, chosen_by
 from fedjax_pcdd.training.progress import IN_TRAINING, pa_entries, pa_names, with_pa_named
 from fedjax_pcdd.training.protocols import needs_epochs
 
@@ -41,7 +42,6 @@ ACCURACIES = {
 SPREAD = {"pa_std": "PA std over clients", "pa_worst10": "PA of the worst tenth"}
 SECONDS = "seconds_per_round"
 HELD_OUT = "Best round, chosen by validation samples that are kept out of training."
-MIXED = "Best round, chosen by validation samples in some runs and by test samples in others: nothing is marked."
 MISSED = "/: not reached, by at least one seed."
 
 Runs = Sequence[RunRecord]
@@ -75,8 +75,8 @@ def own_table(group: Group) -> Table:
         rows[names].append(_over_runs(runs, [run.result.get(SECONDS) for run in runs]))
         if targets:
             rows[names] += target_cells(runs, _references(experiments, names), rule)
-    selection = _differing(group, "selected_on", "Best rounds are chosen by samples of")
-    notes = [_differing(group, "pa_protocol", "PA"), selection, *[rule.sentence, MISSED] * targets]
+    selection = _differing(group, "selected_on", "Best rounds are chosen by", CHOSEN_BY)
+    notes = [_differing(group, "pa_protocol", "PA:"), selection, *[rule.sentence, MISSED] * targets]
     return _table(group.title, columns, rows, " ".join(filter(None, notes)))
 
 
@@ -167,8 +167,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
         lines.append(Row(str(value), tuple(cells), (str(value), "", "")))
     remark = f"Runs also differ in {', '.join(varied)}; among cells of unlike ones nothing is marked." if varied else ""
     if metric.endswith("_best"):
-        selections = dict.fromkeys(run.result.get("selected_on", "test") for run in finished)
-        remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(selections)}.".strip()
+        remark = f"{remark} Best rounds are chosen by {chosen_by(run.result for run in finished)}.".strip()
     if rows != "seed":
         remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
     direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
@@ -219,7 +218,7 @@ def _references(experiments: Iterable[tuple[Names, Runs]], names: Names) -> list
     return [run for same_settings, run in candidates if same_settings] or [run for _, run in candidates]
 
 
-def _differing(group: Group, key: str, head: str) -> str:
+def _differing(group: Group, key: str, head: str, written: Mapping[str, str] = {}) -> str:
     """The values of the summaries for a key, such as how PA was measured; if they differ, with the experiments."""
     labels_by_value: dict[str, list[str]] = {}
     for name, entry in zip(group.labels, group.entries, strict=True):
@@ -227,10 +226,10 @@ def _differing(group: Group, key: str, head: str) -> str:
             if value is not None:
                 labels_by_value.setdefault(value, []).append(name)
     words = [
-        f"{value} ({', '.join(labels)})" if len(labels_by_value) > 1 else value
+        f"{written.get(value, value)} ({', '.join(labels)})" if len(labels_by_value) > 1 else written.get(value, value)
         for value, labels in labels_by_value.items()
     ]
-    return f"{head}: {'; '.join(words)}." if words else ""
+    return f"{head} {'; '.join(words)}." if words else ""
 
 
 def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expected]) -> list[Table]:
@@ -275,10 +274,20 @@ def _paper_table(
         cells = [_ours(names, key, parts, runs, rule) for key, parts in columns.items()]
         rows[names] = [_beside(cell, paper.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
     heads = [_column(name, f"{split} {_heading(name)}".strip()) for split, name in columns]
-    selections = {run.result.get("selected_on", "test") for members in runs.values() for run in members}
-    held_out = {frozenset({"test"}): FLATTERED, frozenset({"validation"}): HELD_OUT}.get(frozenset(selections), MIXED)
-    note = held_out if metric.note == FLATTERED else metric.note
+    note = _selection([run.result for members in runs.values() for run in members])
+    note = note if metric.note == FLATTERED else metric.note
     return _table(f"{preset}: {metric.title}", heads, rows, note or _target_note(metric, rule))
+
+
+def _selection(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """How the best rounds of a paper's table were chosen."""
+    criteria = {summary.get("selected_on", "test") for summary in summaries}
+    if criteria == {"test"}:
+        return FLATTERED
+    if criteria == {"validation"}:
+        return HELD_OUT
+    unlike = ", which differs between runs: nothing is marked" if len(criteria) > 1 else ""
+    return f"Best round, chosen by {chosen_by(summaries)}{unlike}."
 
 
 def _heading(metric: str) -> str:

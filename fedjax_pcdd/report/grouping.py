@@ -7,7 +7,7 @@ from typing import Any
 
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.training.config import NOT_COMPUTED, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
+from fedjax_pcdd.training.config import NOT_COMPUTED, RUN, TASK_DEFAULTS, build, partition_tag, values
 from fedjax_pcdd.training.presets import Preset, preset_values, read_preset
 
 # These options do not change what is computed.
@@ -147,8 +147,7 @@ def _problem(run: RunRecord) -> str:
 
 def data_of(run: RunRecord) -> tuple[str, str]:
     """Data set and partition, as in a folder's name."""
-    options = {name: run.config[name] for name in ("task", *PARTITION)}
-    return run.dataset, partition_tag(RunConfig(**options))
+    return run.dataset, partition_tag(run.config)
 
 
 def entries(runs: Iterable[RunRecord]) -> list[Entry]:

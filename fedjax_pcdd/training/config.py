@@ -383,20 +383,20 @@ def difference(recorded: tuple[RunConfig, "Method"], given: tuple[RunConfig, "Me
     return [name for name in a | b if name not in a or name not in b or a[name] != b[name]]
 
 
-def partition_tag(config: RunConfig) -> str:
-    """The partition as a folder's name has it, such as `dirichlet0.1`, `P10C2` or `iid`."""
-    if config.task is not None:
+def partition_tag(options: Mapping[str, Any]) -> str:
+    """The partition as a folder's name has it, such as `dirichlet0.1`, `P10C2` or `iid`, from a run's options."""
+    if options["task"] is not None:
         return "domains"
-    match config.partition:
+    match options["partition"]:
         case "dirichlet":
-            return f"dirichlet{config.beta:g}"
+            return f"dirichlet{options['beta']:g}"
         case "pcdd":
-            return f"P{config.clients}C{config.classes_per_client}"
+            return f"P{options['clients']}C{options['classes_per_client']}"
         case "extended_dirichlet":
-            return f"P{config.clients}C{config.classes_per_client}dirichlet{config.beta:g}"
+            return f"P{options['clients']}C{options['classes_per_client']}dirichlet{options['beta']:g}"
         case "quantity":
-            return f"quantity{config.beta:g}"
-    return short_name(config.partition)
+            return f"quantity{options['beta']:g}"
+    return short_name(options["partition"])
 
 
 def unused(config: RunConfig, traits: "Traits") -> list[str]:
@@ -433,8 +433,12 @@ def unused(config: RunConfig, traits: "Traits") -> list[str]:
         readers["optimizer_state"] = where_given("momentum")
     if config.fine_tune_epochs and not traits.fine_tunes:
         readers["fine_tune_epochs"] = "method", ()
+    late = [str(step) for step in rounds_of(config.lr_steps) if step >= config.rounds]
+    sentences = [f"`lr_steps`: a step after {' or '.join(late)} of {config.rounds} rounds has no effect."] * bool(late)
+    if config.profile and config.rounds == 1:
+        sentences.append("`profile` has no effect on a single round: the second and third are traced.")
     changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
-    return [
+    return sentences + [
         f"`{name}={value if isinstance(value, str) else f'{value:g}'}` has no effect "
         + (f"with `{other}={used}`." if used else f"without `{other}`.")
         for name, value in changed.items()
@@ -448,7 +452,7 @@ def run_folder(config: RunConfig) -> Path:
     if config.run_dir is not None:
         return config.run_dir
     dataset = short_name(config.task or config.dataset).replace("/", "_")
-    first = Path("runs") / f"{short_name(config.method)}-{dataset}-{partition_tag(config)}-s{config.seed}"
+    first = Path("runs") / f"{short_name(config.method)}-{dataset}-{partition_tag(vars(config))}-s{config.seed}"
     folder, number = first, 1
     while is_there(folder, Path.exists):
         number += 1

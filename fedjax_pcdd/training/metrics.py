@@ -5,6 +5,7 @@ Letters: K clients, C classes.
 
 import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,10 @@ from fedjax_pcdd.methods.method import Method
 LAST = 10  # rounds averaged, reported besides best and last
 SELECTED = {"test": "", "validation": "_validation", "test, balanced accuracy": "_balanced"}
 """Criterion that chooses the best round -> suffix of the accuracy's name in the rows."""
+CHOSEN_BY = dict(
+    zip(SELECTED, ("test samples", "validation samples", "balanced accuracy on test samples"), strict=True)
+)
+"""The same criteria in words."""
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 """Entries of a summary that a table of several summaries shows."""
 CLIENTS = ("pa_clients", "best_pa_clients", "ga_of_best", "ga_clients")
@@ -50,6 +55,15 @@ def personal(federation: Federation, clients: np.ndarray, correct: np.ndarray) -
     if federation.validation is not None:
         shares["pa_validation"] = accuracy(validation.sum(1), federation.validation.sizes[clients])
     return shares
+
+
+def chosen_by(summaries: Iterable[Mapping[str, Any]]) -> str:
+    """What chose the best rounds of runs, in words.
+
+    >>> chosen_by([{"selected_on": "test"}, {"selected_on": "validation"}, {}])
+    'test samples or validation samples'
+    """
+    return " or ".join(dict.fromkeys(CHOSEN_BY[summary.get("selected_on", "test")] for summary in summaries))
 
 
 def mean(values: np.ndarray) -> float | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fedjax_pcdd import methods, models
 from fedjax_pcdd.analysis.quantities import QUANTITIES
+from fedjax_pcdd.beside import imported_files
 from fedjax_pcdd.data.augment import AUGMENTATIONS
 from fedjax_pcdd.data.partition import PARTITIONS
 from fedjax_pcdd.data.sources import LOADERS
@@ -19,7 +20,10 @@ OUTSIDE = "from_outside"  # the key of config.yaml that names them
 
 
 def origins_of(config: Any) -> dict[str, Origin]:
-    """The origins of the parts of a `RunConfig` that come from outside this package, by their names in it."""
+    """The origins of the parts of a `RunConfig` that come from outside this package, by their names in it.
+
+    Files that these import from beside them are there by their paths.
+    """
     named: list[tuple[Registry, str | None]] = [
         (METHODS, methods.plain_name(config.method)),
         *((_registry_of(suffix), suffix) for suffix in methods.suffixes_of(config.method)),
@@ -36,7 +40,10 @@ def origins_of(config: Any) -> dict[str, Origin]:
     weights = config.initial_weights
     if weights is not None and is_there(file := located(str(weights))):  # if missing, reported elsewhere
         origins[str(weights)] = origin_of_file(file)
-    return {name: origin for name, origin in origins.items() if origin is not None}
+    origins = {name: origin for name, origin in origins.items() if origin is not None}
+    files = {Path(origin.path) for origin in origins.values() if origin.path.endswith(".py")}
+    beside = {path for file in sorted(files) for path in imported_files(file)} - files
+    return origins | {str(path): origin_of_file(path) for path in sorted(beside)}
 
 
 def _registry_of(suffix: str) -> Registry:

@@ -186,6 +186,11 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
 
 def _with_own_partition(config: RunConfig, folder: Path) -> RunConfig:
     """The configuration; a partition that was the file in the run's folder is so wherever the folder is now."""
-    file, began_in = Path(config.partition), Path(config.run_dir or "").parts
-    is_own = file.name == "partition.npz" and began_in and file.parent.parts[-len(began_in) :] == began_in
-    return replace(config, partition=str((folder / file.name).absolute())) if is_own else config
+    is_own = has_own_partition(config.partition, config.run_dir)
+    return replace(config, partition=str((folder / "partition.npz").absolute())) if is_own else config
+
+
+def has_own_partition(partition: str, run_dir: Any) -> bool:
+    """Whether the partition in a run's options is the file in its own folder."""
+    file, began_in = Path(partition), Path(run_dir or "").parts
+    return file.name == "partition.npz" and bool(began_in) and file.parent.parts[-len(began_in) :] == began_in

@@ -222,7 +222,8 @@ def _has_initial_weights(history, client):
 def test_lists_become_options_with_commas(federation):
     with pytest.raises(fp.UserError, match=r"`?lr_steps=2,1`? must be rising round numbers"):
         fp.simulate(federation, "fedavg", lr_steps=[2, 1], **SMALL)
-    config = fp.simulate(federation, "solo", rounds=1, lr_steps=[1, 2], models=("mlp", "mlp"), **SMALL).config
+    with pytest.warns(UserWarning, match="lr_steps: a step after 2 of 2 rounds has no effect"):
+        config = fp.simulate(federation, "solo", rounds=2, lr_steps=[1, 2], models=("mlp", "mlp"), **SMALL).config
     assert (config.lr_steps, config.models) == ("1,2", "mlp,mlp")
 
 

@@ -114,6 +114,8 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
         ({"track_every": 2}, "--track-every=2 has no effect without --track."),
         ({"track_local": False}, "--track-local=0 has no effect without --track."),
         ({"pretrain_batch_size": 64}, "--pretrain-batch-size=64 has no effect without --pretrain-epochs."),
+        ({"lr_steps": "1,2,5", "rounds": 2}, "--lr-steps: a step after 2 or 5 of 2 rounds has no effect."),
+        ({"profile": True, "rounds": 1}, "--profile has no effect on a single round"),
         ({"patience": 50}, "--patience=50 has no effect without --coordinator."),
         ({"public": "digits_public"}, "--public=digits_public has no effect with --method=fedavg."),
         ({"public_samples": 64}, "--public-samples=64 has no effect with --method=fedavg."),

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,14 @@ def test_the_burden_picture_has_means_over_partitions_that_all_methods_have(tmp_
     assert [(burden.label, burden.seconds, burden.ga) for burden in drawn] == [
         ("fedavg", 1, pytest.approx(0.3)), ("fedprox", pytest.approx(4), pytest.approx(0.6)),
     ]  # fmt: skip
+
+
+def test_the_burden_picture_has_one_point_for_one_setting(tmp_path, capsys):
+    for i, mu in enumerate((0.1, 0.5)):
+        write_run(tmp_path / f"fedavg{i}", shift=i, model="mlp", cohort=2)
+        write_run(tmp_path / f"fedprox{i}", method="fedprox", shift=i, mu=mu, model="mlp", cohort=2)
+    message = refusal(capsys, "burden", tmp_path, f"--output={tmp_path / 'a.png'}")
+    assert "one point for fedprox, and its runs differ in mu" in message
 
 
 def test_rounds_are_counted_against_fedavg_with_the_same_options(tmp_path, capsys):
@@ -421,7 +430,7 @@ def test_an_ablation_is_of_one_setting_and_counts_each_seed_once(tmp_path, capsy
     assert [cell.strip() for cell in row.split("|")[3:6]] == ["50.00", "50.00", "50.00"]
 
 
-def test_an_ablation_has_rows_with_and_without_continual_learning(tmp_path, capsys):
+def test_an_ablation_has_rows_with_and_without_continual_learning_of_the_seeds_that_both_have(tmp_path, capsys):
     runs = [task_run(tmp_path / str(i), seed=i) for i in range(2)]
     without = {"origin": {"hyperparameters": {"continual": False}}, "continual": False}
     with_results(task_run(tmp_path / "without", **without), intra=[0.1, 0.3])
@@ -429,7 +438,9 @@ def test_an_ablation_has_rows_with_and_without_continual_learning(tmp_path, caps
     rows = [
         [cell.strip() for cell in row.split("|")[2:9]] for row in printed(capsys, "ablation", tmp_path).splitlines()[2:]
     ]
-    assert {row[0]: row[-1] for row in rows} == {"with": "50.00", "without": "20.00"}
+    assert {row[0]: row[-1] for row in rows} == {"with": "70.00", "without": "20.00"}
+    shutil.rmtree(runs[0])
+    assert "no seed in common" in refusal(capsys, "ablation", tmp_path)
 
 
 def test_accuracies_of_a_task_begin_with_those_of_the_pretrained_models(tmp_path, capsys):

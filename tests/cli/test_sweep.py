@@ -18,12 +18,12 @@ from rich.console import Console
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import sweep
-from fedjax_pcdd.api.grid import expand, stages, summarise, values_of
+from fedjax_pcdd.api.grid import Experiment, expand, stages, summarise, values_of
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.api.sweep import Sweep
 from fedjax_pcdd.cli import sweep as cli_sweep
-from fedjax_pcdd.cli.sweep import launch, processes, sweep_main
+from fedjax_pcdd.cli.sweep import as_table, launch, processes, sweep_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import build, dump
 from fedjax_pcdd.training.folder import failure_file
@@ -136,6 +136,24 @@ def test_later_stages_are_named_by_what_was_chosen_before(tmp_path, best):
         names.append([experiment.name for experiment in stage])
         results |= {e.name: dict.fromkeys(MEASURES, float(f"mu1={best}" in e.name)) for e in stage}
     assert names[1] == [f"fedmr-mu1={best}-mu2={mu2}-s3" for mu2 in (3, 4)]
+
+
+@pytest.mark.parametrize(("name", "values"), [("select_on", "test,validation"), ("select_by", "plain,balanced")])
+def test_a_presets_grid_is_searched_by_one_criterion(tmp_path, name, values):
+    (tmp_path / "a.yaml").write_text(PRESET)
+    with pytest.raises(UserError, match=f"{name} chooses the rounds that a search compares: give one value"):
+        next(stages({"preset": str(tmp_path / "a.yaml"), "validation": "0.1", name: values}, {}))
+
+
+def test_a_sweep_over_the_criterion_says_in_each_row_what_chose_its_best_rounds():
+    rows = [row | dict.fromkeys(MEASURES, 0.5) for row in ({"selected_on": "test"}, {"selected_on": "validation"})]
+    results = dict(zip("ab", rows, strict=True))
+    for names, words in (("a", ["best rounds chosen by test samples"]), ("ab", ["best by", "validation samples"])):
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(as_table(summarise([Experiment(name, name, {}) for name in names], results)))
+        text = console.export_text()
+        assert all(word in text for word in words)
+        assert ("validation samples" in text) == (names == "ab")
 
 
 def test_of_equally_good_values_of_a_grid_the_first_is_kept(tmp_path):

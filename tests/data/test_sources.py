@@ -243,6 +243,16 @@ def test_the_chosen_rows_are_read_wherever_the_chunks_of_an_array_end(tmp_path, 
     np.testing.assert_array_equal(npz.Archive(tmp_path / "a.npz").read("x", np.array(rows, int)), array[rows])
 
 
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "U3", "complex64"])
+def test_images_that_are_not_numbers_are_refused_before_they_are_unpacked(tmp_path, dtype):
+    arrays = random_arrays()
+    arrays["x_train"] = np.zeros(arrays["x_train"].shape, dtype)
+    np.savez(tmp_path / "odd.npz", **arrays)
+    with pytest.raises(UserError, match="x_train must be numbers"):
+        sources.load("odd", tmp_path, mapped=True)
+    assert not (tmp_path / "odd.npz.unpacked").exists()
+
+
 def test_arrays_larger_than_memory_are_refused_by_their_header(tmp_path):
     store_and_load(tmp_path, random_arrays())
     header = io.BytesIO()

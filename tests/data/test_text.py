@@ -13,7 +13,7 @@ from toy import train
 
 from fedjax_pcdd import models
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.data import augment, sources
+from fedjax_pcdd.data import augment, memory, npz, sources
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import natural
 from fedjax_pcdd.data.text import read_text, split
@@ -107,6 +107,17 @@ def test_no_character_is_in_both_training_and_test_windows(stride):
 
 def test_a_text_shorter_than_a_window_gives_no_windows():
     assert [len(part) for part in split(np.arange(9), 9, 1)] == [0, 0]
+
+
+def test_windows_that_do_not_fit_into_memory_are_refused_before_they_are_made(tmp_path, monkeypatch):
+    store_and_load(tmp_path, play_arrays())
+    monkeypatch.setattr(memory, "free_memory", lambda: 100)
+    monkeypatch.setattr(npz, "check_memory", lambda *_: None)  # of the text itself
+    with pytest.raises(
+        UserError,
+        match=r"play.npz cannot be used: the windows \[\d+, 8\] of uint8 needs .* a larger stride in the file",
+    ):
+        sources.load("play", tmp_path)
 
 
 def test_speakers_who_say_too_little_are_left_out():

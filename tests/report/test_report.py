@@ -16,7 +16,7 @@ from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report import plots
 from fedjax_pcdd.report.collect import collect, read_record
-from fedjax_pcdd.report.contents import HELD_OUT, MIXED, own_table, paper_tables, pivot
+from fedjax_pcdd.report.contents import HELD_OUT, own_table, paper_tables, pivot
 from fedjax_pcdd.report.expected import EXPECTED, FLATTERED, measured, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band
@@ -690,7 +690,12 @@ def test_seeds_are_not_ranked_but_methods_are(tmp_path):
     [
         (("test", "test"), FLATTERED, {1, 2}),
         (("validation",) * 2, HELD_OUT, {1, 2}),
-        (("test", "validation"), MIXED, {0}),
+        (
+            ("test", "validation"),
+            "Best round, chosen by test samples or validation samples, which differs between runs: nothing is marked.",
+            {0},
+        ),
+        (("test, balanced accuracy",) * 2, "Best round, chosen by balanced accuracy on test samples.", {1, 2}),
     ],
 )
 def test_a_papers_table_says_how_best_rounds_were_chosen(tmp_path, cells, experiments, selections, note, marks):

@@ -172,7 +172,7 @@ def test_equal_runs_have_no_difference():
     ],
 )
 def test_the_partition_tag_has_the_scheme_and_its_parameters(options, tag):
-    assert partition_tag(RunConfig(**options)) == tag
+    assert partition_tag(vars(RunConfig(**options))) == tag
 
 
 def test_a_taken_run_folder_gets_a_number(tmp_path, monkeypatch):

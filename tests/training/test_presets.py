@@ -187,7 +187,7 @@ def tuned_weights() -> dict[tuple, float]:
         for row in printed(table):
             if not row["note"].startswith("as printed"):  # one weight is a misprint
                 config, _ = run_of(preset_of(name), row["split"], row["method"], "")
-                weights[config.dataset, partition_tag(config), row["method"], row["metric"]] = float(row["value"])
+                weights[config.dataset, partition_tag(vars(config)), row["method"], row["metric"]] = float(row["value"])
     return weights
 
 
@@ -204,7 +204,7 @@ def test_the_methods_of_fedmr_have_the_printed_weights(name):
         for method, variant in rows_of(preset):
             config, chosen = run_of(preset, split, method, variant)
             for option in set(values(config, chosen)) - set(preset.variants.get(variant, {})):
-                weight = tuned_weights().get((config.dataset, partition_tag(config), method, option))
+                weight = tuned_weights().get((config.dataset, partition_tag(vars(config)), method, option))
                 if weight is not None:
                     assert getattr(chosen, option) == weight, (split, method, option)
                     compared += 1
@@ -217,7 +217,7 @@ def test_a_partition_is_the_one_that_its_split_names(name):
     method, variant = rows_of(preset)[0]
     for split in preset.splits:
         config, _ = run_of(preset, split, method, variant)
-        tag = partition_tag(config).replace("dirichlet", "dir").lower()
+        tag = partition_tag(vars(config)).replace("dirichlet", "dir").lower()
         assert split.lower().endswith(tag), split
         assert (config.cohort is not None) == ((config.clients or 0) > 10), split
         assert ("partial" in split) <= (config.clients == 50), split
@@ -258,7 +258,7 @@ def test_every_table_without_a_preset_is_on_the_docs_page():
 def test_a_cell_is_run_by_the_names_of_preset_method_and_split():
     config, method = parse(["--preset=fedmr/table1", "--method=fedmr", "--split=P10C2"])
     assert (config.dataset, config.model, config.rounds) == ("fashion_mnist", "resnet18", 100)
-    assert (partition_tag(config), method) == ("P10C2", FedMR(mu1=0.01, mu2=1e-4))
+    assert (partition_tag(vars(config)), method) == ("P10C2", FedMR(mu1=0.01, mu2=1e-4))
 
 
 def test_options_win_over_a_preset():
