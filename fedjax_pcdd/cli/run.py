@@ -36,10 +36,21 @@ def _main(argv: Sequence[str]) -> None:
         print(text)
         return
     config, method = configure(options)
-    if config.resume is None:
-        config = replace(config, run_dir=run_folder(config))
+    from fedjax_pcdd.training.lock import Taken
+
+    while True:
+        named = config if config.resume else replace(config, run_dir=run_folder(config))
+        try:
+            _run(named, method, origin(options, argv))
+            return
+        except Taken:  # by a command that began at the same time
+            if named == config or config.coordinator is not None:
+                raise
+
+
+def _run(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
     try:
-        _train(config, method, origin(options, argv))
+        _train(config, method, origin)
     except KeyboardInterrupt as stop:
         from fedjax_pcdd.training.folder import CONFIG
 

@@ -32,7 +32,7 @@ from fedjax_pcdd import __version__
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, load_partition
 from fedjax_pcdd.errors import Say, UserError, at_once, failed_write, is_there, unreadable
-from fedjax_pcdd.training.lock import InUse, Lock, owner
+from fedjax_pcdd.training.lock import InUse, Lock, Taken, owner
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
 from fedjax_pcdd.training.written import is_line, is_summary
@@ -78,7 +78,8 @@ class RunFolder:
         """The folder of a new run.
 
         Raises:
-          UserError: the folder holds a run or anything else, cannot be written, or is in use.
+          Taken: the folder holds a run, or another process is about to write one.
+          UserError: it holds anything else, or cannot be written.
         """
         folder = cls(path)
         path = folder.path
@@ -103,7 +104,7 @@ class RunFolder:
             if self.lock is None and (process := owner(self.path / LOCK)) is not None:
                 raise InUse(f"{self.path} is in use by {process}: choose another `run_dir`, or wait for it to end.")
             unfinished = "" if self.rows() else " (no round of it is finished, so nothing is lost if you remove it)"
-            raise UserError(
+            raise Taken(
                 f"{self.path} already holds a run: continue it with `resume={self.path}` or choose another "
                 f"`run_dir`{unfinished}."
             )

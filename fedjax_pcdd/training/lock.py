@@ -29,7 +29,11 @@ _SEEN: dict[str, tuple[bytes, float]] = {}  # locks of others: what their files 
 LENGTH = 512  # bytes of the file, always the same: a heartbeat changes some of them and needs no space
 
 
-class InUse(UserError):
+class Taken(UserError):
+    """The folder is that of another run."""
+
+
+class InUse(Taken):
     """Another process, or another run of this process, writes to the folder."""
 
 

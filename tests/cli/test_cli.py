@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import commands
@@ -14,6 +15,7 @@ from fedjax_pcdd import methods
 from fedjax_pcdd.api import runs as api_runs
 from fedjax_pcdd.cli import help, messages
 from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli import run as cli_run
 from fedjax_pcdd.cli.report import ReportOptions
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.domains import TASKS
@@ -26,6 +28,7 @@ from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.training import options
 from fedjax_pcdd.training.config import RUN, RunConfig, dump
 from fedjax_pcdd.training.fields import bounds, options_of
+from fedjax_pcdd.training.lock import Lock
 from fedjax_pcdd.training.presets import preset_values, read_preset
 
 
@@ -60,6 +63,28 @@ def test_without_arguments_fedavg_runs_on_digits(runs):
 def test_the_run_folder_is_chosen_before_the_run(runs):
     main(["--quiet"])
     assert runs[0][0].run_dir == Path("runs/fedavg-digits-dirichlet0.1-s0")
+
+
+@pytest.mark.parametrize("of_another", ["run", "lock"])
+def test_commands_that_begin_at_once_write_to_folders_of_their_own(tmp_path, monkeypatch, of_another):
+    monkeypatch.chdir(tmp_path)
+    choose, chosen = cli_run.run_folder, []
+
+    def choose_before_another_command(config):
+        chosen.append(choose(config))
+        if len(chosen) == 1:
+            chosen[0].mkdir(parents=True)
+            if of_another == "run":
+                (chosen[0] / "config.yaml").write_text("method: fedavg")
+            else:
+                opened.enter_context(Lock.take(chosen[0] / "lock"))
+        return chosen[-1]
+
+    monkeypatch.setattr(cli_run, "run_folder", choose_before_another_command)
+    with ExitStack() as opened:
+        assert main(["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--quiet"]) == 0
+    assert [path.name for path in chosen] == [f"fedavg-digits-dirichlet0.1-s0{end}" for end in ("", "-2")]
+    assert (chosen[1] / "summary.json").is_file()
 
 
 def test_a_warning_of_the_package_is_one_line_and_others_name_file_and_line():
