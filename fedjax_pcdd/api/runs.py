@@ -30,8 +30,9 @@ from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, difference, values
 from fedjax_pcdd.training.device_choices import fewer_lanes
-from fedjax_pcdd.training.folder import CLIENTS, RunFolder
+from fedjax_pcdd.training.folder import CLIENTS, LOCK, RunFolder
 from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
+from fedjax_pcdd.training.lock import owner
 from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state
 from fedjax_pcdd.training.metrics import result
 from fedjax_pcdd.training.presets import read_run
@@ -308,6 +309,16 @@ def load_run(folder: str | Path, **objects: Any) -> History:
       UserError: there is no run, no intact checkpoint, or an object is missing.
     """
     files = RunFolder(as_path(folder, "folder"))
+    for _ in range(2):
+        try:
+            return _loaded(files, objects)
+        except UserError:  # a run that goes on may have removed the checkpoint that was being read
+            if owner(files.path / LOCK) is None:
+                raise
+    return _loaded(files, objects)
+
+
+def _loaded(files: RunFolder, objects: Mapping[str, Any]) -> History:
     request = recorded(files.path, objects)
     config = replace(request.config, device="auto", devices="auto")
     prepared = setup([(config, request.method)], request.given)
@@ -317,7 +328,7 @@ def load_run(folder: str | Path, **objects: Any) -> History:
     with Checkpoints(files.path / "checkpoints", read_only=True) as checkpoints:
         restored = checkpoints.restore((start.servers, best), (start.clients, start.statistics))
     if restored is None:
-        raise UserError(f"{folder} has no checkpoint left: run it again.")
+        raise UserError(f"{files.path} has no checkpoint left: run it again.")
     resolved = restored.history.get("resolved", {})
     check_given(resolved.get("given", ()), request.given, files.path)
     check_inputs(resolved.get("inputs"), prepared.inputs(0, config, request.method), files.path, warn)

@@ -10,7 +10,9 @@ import pytest
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.training.callbacks import as_callbacks
+from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.lock import Lock
 from fedjax_pcdd.training.loop import Progress, loop
 from fedjax_pcdd.training.metrics import History, new_history
 from fedjax_pcdd.training.tasks import setup
@@ -266,6 +268,21 @@ def test_loading_a_folder_without_run_or_checkpoints_is_a_user_error(stopped, tm
     (tmp_path / "config.yaml").write_text((stopped / "config.yaml").read_text())
     with pytest.raises(fp.UserError, match="has no checkpoint left"):
         fp.load_run(tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("going_on", [True, False])
+def test_a_run_is_loaded_although_it_removes_the_checkpoint_that_is_being_read(stopped, monkeypatch, going_on):
+    restore, tries = Checkpoints.restore, []
+
+    def restore_too_late(self, *templates):
+        tries.append(templates)
+        return restore(self, *templates) if len(tries) > 1 else None
+
+    monkeypatch.setattr(Checkpoints, "restore", restore_too_late)
+    with Lock.take(stopped / "lock") if going_on else pytest.raises(fp.UserError, match="no checkpoint left"):
+        assert len(fp.load_run(stopped).rows) > 0
+    assert len(tries) == 1 + going_on
 
 
 @pytest.mark.thorough
