@@ -13,6 +13,8 @@ from method_pages import ROOT, method_page, overview
 
 # Files outside docs/ -> their paths in the site.
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "BUILD.md": "building.md", "benchmarks/README.md": "benchmarks/index.md"}
+# Folders of the repository, which GitHub lists -> pages of the site that show what is in them.
+FOLDERS = {"fedjax_pcdd/methods": "methods/index.md"}
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w=.-]{1,28}(?![\w=.-])")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
@@ -99,7 +101,7 @@ def relinked(markdown: str, path: str) -> str:
 
     def changed(link: re.Match) -> str:
         text, target, anchor = link[1], posixpath.normpath(posixpath.join(folder, link[2])), link[3] or ""
-        page = outside().get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        page = (outside() | FOLDERS).get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
         if page is None:
             return text
         return f"[{text}]({posixpath.relpath(page, posixpath.dirname(path) or '.')}{anchor})"
