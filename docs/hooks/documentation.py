@@ -101,7 +101,9 @@ def relinked(markdown: str, path: str) -> str:
 
     def changed(link: re.Match) -> str:
         text, target, anchor = link[1], posixpath.normpath(posixpath.join(folder, link[2])), link[3] or ""
-        page = (outside() | FOLDERS).get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        page = (outside() | FOLDERS).get(target) or (
+            target.removeprefix("docs/") if target.startswith("docs/") else None
+        )
         if page is None:
             return text
         return f"[{text}]({posixpath.relpath(page, posixpath.dirname(path) or '.')}{anchor})"

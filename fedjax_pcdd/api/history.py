@@ -19,6 +19,7 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, as_path, nearest, shortened, writing
 from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.own_layers import without_own_layers
 from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.setup import NOTHING, Given
@@ -62,7 +63,7 @@ class History(TrainedModels):
         if name != "simulation" or "config" not in vars(self):
             raise AttributeError(f"a history has no '{name}'")
         given = self.given._replace(federation=self.federation)
-        object.__setattr__(self, name, setup([(self.config, self.method)], given).simulation)
+        object.__setattr__(self, name, setup([(self.config, without_own_layers(self.method))], given).simulation)
         return vars(self)[name]
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class History(TrainedModels):
 
     @property
     def pa_per_client(self) -> np.ndarray:
-        """Personal accuracy of each client at its last participation, [T, K]; NaN without test samples."""
+        """Personal accuracy of each client as last measured (docs/concepts.md), [T, K]; NaN without test samples."""
         return self._table("pa_per_client", self.federation.num_clients)
 
     def _column(self, name: str) -> np.ndarray:

@@ -22,7 +22,7 @@ from fedjax_pcdd.api.records import Asked, FolderRecord, MemoryRecord, Record, R
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.errors import Say, UserError, as_path, nearest, shortened, spelled, unreadable
+from fedjax_pcdd.errors import Say, UserError, as_path, is_there, nearest, shortened, spelled, unreadable
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
@@ -313,7 +313,7 @@ def load_run(folder: str | Path, **objects: Any) -> History:
         try:
             return _loaded(files, objects)
         except UserError:  # a run that goes on may have removed the checkpoint that was being read
-            if owner(files.path / LOCK) is None:
+            if not is_there(files.path / LOCK) or owner(files.path / LOCK) is None:
                 raise
     return _loaded(files, objects)
 

@@ -29,6 +29,7 @@ from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import Say, UserError, as_path, is_there, shortened, writing, yes_or_no
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.training.build import local_training
 from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert, with_commas, write_text
 from fedjax_pcdd.training.folder import CLAIMS, CONFIG, RunFolder, failure_file, failure_of
@@ -296,7 +297,9 @@ def program_key(config: RunConfig, method: Method) -> Hashable:
     depends_on_seed = config.train_samples or config.test_samples or drawn_once
     data_seed = config.seed if depends_on_seed else None  # the data set or its augmentation depends on the seed
     own_clients = config.partition if has_clients(config.partition) else None  # as many as the partition defines
-    return jax.tree.structure(method), fixed, own_clients, data_seed, config.resume is not None
+    # Of an optimiser that is kept, the state has other parts if gradients are clipped.
+    clips = config.optimizer_state == "kept" and local_training(config, method).clip is not None
+    return jax.tree.structure(method), fixed, own_clients, data_seed, clips, config.resume is not None
 
 
 def groups(pairs: Sequence[Pair]) -> list[list[int]]:

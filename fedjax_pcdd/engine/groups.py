@@ -183,7 +183,8 @@ class Groups:
         if traits.transfer_epochs and self.public_labels is None:
             raise UserError("public images without labels are nothing to begin with: set `transfer_epochs=0`.")
         if traits.own_models and (options.get("local_statistics") or options.get("local_layers")):
-            raise UserError("models of the participants' own keep their statistics anyway: drop `bn=local`.")
+            kept, option = ("layers", "local-layers") if options.get("local_layers") else ("statistics", "local")
+            raise UserError(f"models of the participants' own keep their {kept} anyway: drop `bn={option}`.")
 
     def _check_features(self) -> None:
         widths = sorted({group.program.setting.feature_dim for group in self.groups})

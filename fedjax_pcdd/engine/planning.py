@@ -102,15 +102,12 @@ class Planner:
           methods: [E, ...] as configured.
 
         Raises:
-          UserError: an experiment has no weights, or the method's are invalid.
+          UserError: the method's are invalid.
         """
         if rule == "uniform":
             return np.ones(self.sizes.shape)
         if rule == "batches":
-            full = self.sizes // self.local.batch_size
-            if not full.any(axis=1).all():
-                raise UserError("no client has a full batch for `weights=batches` to count: lower `batch_size`.")
-            return full.astype(float)
+            return (self.sizes // self.local.batch_size).astype(float)
 
         methods, data = own_copy((methods, data))
 
@@ -154,7 +151,8 @@ class Planner:
     def jobs(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> tuple[schedule.Jobs, list[np.ndarray]]:
         """Jobs of a round [J] and the batches of each [T_j, B]; `cohorts` replace those drawn.
 
-        A cohort without any weight has no batches, as nothing that its clients learnt would be used.
+        Where the models are averaged, a round takes place only if any of the cohort has a weight; what clients keep
+        would otherwise no longer fit the server, which stays as it is. Clients with models of their own always train.
         """
         local, base = self.local, 0
         clients = np.zeros((len(self.experiments), self.cohort_size), np.int32)
@@ -163,13 +161,14 @@ class Planner:
             train = self.experiments[e].federation.partition.train
             clients[e, : len(cohort)] = cohort
             weight[e, : len(cohort)] = self.weights[e, cohort] * (self.steps[e, cohort] > 0)
-            if self.streamed and weight[e].any():  # positions in the shard, which has the samples of jobs with steps
+            trains = weight[e].any() or self.experiments[e].method.traits().own_models
+            if self.streamed and trains:  # positions in the shard, which has the samples of jobs with steps
                 size = np.where(self.steps[e, cohort] > 0, self.sizes[e, cohort], 0)
                 lists, base = Lists(base + np.arange(size.sum()), size), base + int(size.sum())
             else:
                 lists = [train[k] for k in cohort.tolist()]
             drawn = self._drawn(lists, e, cohort, round)
-            batches += drawn if weight[e].any() else [b[:0] for b in drawn]
+            batches += drawn if trains else [b[:0] for b in drawn]
             batches += [np.zeros((0, local.batch_size), np.int32)] * (self.cohort_size - len(cohort))
         weight /= np.maximum(weight.sum(1, keepdims=True), np.finfo(float).tiny)
         return self.table(clients, weight, batches), batches

@@ -39,6 +39,7 @@ def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> 
     """Mean over the B (B - 1) / 2 pairs of exp(-||z_i - z_j||^2 / m), m the median of the positive squared distances.
 
     Of an even number of distances m is the lower of the two in the middle. Pairs at distance 0 count in the mean.
+    Parallel features that were scaled to length 1 differ by rounding, which is no positive distance.
 
     Args:
       width: "median" (published code): the gradient also flows through m, to the pair whose distance it is, so that the
@@ -53,7 +54,9 @@ def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> 
     kept = jnp.ones(size, bool) if mask is None else mask.astype(bool)
     pairs = (kept[:, None] & kept & (jnp.arange(size)[:, None] < jnp.arange(size))).ravel()
     distances = _squared_distances(jnp.where(kept[:, None], features, 0)).ravel()
-    scale = _median(distances, pairs & (distances > 0))
+    lengths = jnp.sum(jnp.square(jax.lax.stop_gradient(features)), axis=1)
+    rounding = 16 * jnp.finfo(features.dtype).eps ** 2 * jnp.maximum(lengths[:, None], lengths).ravel()
+    scale = _median(distances, pairs & (distances > rounding))
     scale = jax.lax.stop_gradient(scale) if width == "constant" else scale
     closeness = jnp.where(pairs, jnp.exp(-distances / scale), 0)
     return jnp.sum(closeness) / jnp.maximum(jnp.sum(pairs), 1)

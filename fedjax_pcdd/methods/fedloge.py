@@ -70,6 +70,8 @@ class FedLoGe(PersonalHead):
         etf = draw_sparse_etf(key, *size, sparsity=self.sparsity, length=self.ssec_norm)
         limit = setting.feature_dim**-0.5 if self.ssec_bias == "frozen" else 0.0
         bias = jax.random.uniform(jax.random.fold_in(key, 1), size[1:], etf.dtype, -limit, limit)
+        if self.ssec_bias == "frozen" and "bias" not in variables["params"]["head"]:
+            raise UserError("`ssec_bias=frozen` needs a model whose last layer has a bias: use `ssec_bias=none`.")
         return Server(variables, etf, bias)
 
     def classification(self, outputs, batch, context):

@@ -5,8 +5,8 @@ Sent: as in FedAvg, and the scalar a_k up. Clients keep nothing.
 Follows the formula of the benchmark code, which is also the paper's: a_k counts momentum. It is the sum of the
 gradients' coefficients, which equals the paper's l1 norm as long as none is negative. Running statistics are averaged
 as in FedAvg; the benchmark code normalises them like parameters (option). Weight decay is part of the gradient and not
-corrected for. a_k is that of SGD; with Adam it is the number of steps. For d_k a client holds w^t beside w, 2P, where
-FedMR's Figure 4 counts P.
+corrected for. a_k is that of SGD; with Adam it is the number of steps, reduced by mu as for SGD without momentum. For
+d_k a client holds w^t beside w, 2P, where FedMR's Figure 4 counts P.
 """
 
 from typing import Literal, NamedTuple

@@ -14,7 +14,7 @@ from flax import struct
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import server_moments
 from fedjax_pcdd.methods.method import hyperparameter
-from fedjax_pcdd.methods.server_moments import YOGI_START, Form, Rule, scale_by_moments
+from fedjax_pcdd.methods.server_moments import YOGI_START, Form, Rule, scale_by_moments, without_frozen
 from fedjax_pcdd.methods.server_optimised import ServerOptimised
 
 
@@ -96,8 +96,9 @@ class FedYogi(FedAdam):
     """v <- v - (1 - beta2) g^2 sign(v - g^2)."""
 
     def server_rule(self):
-        """The printed rule, optax's, or Keras's; the latter two start moments above 0, so frozen parts move too."""
+        """The printed rule, optax's, or Keras's; in the latter two, whose moments start above 0, frozen layers stay."""
         betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
         if self.server_form == "optax":
-            return optax.scale_by_yogi(*betas, eps=tau)
-        return self._by_moments(server_moments.yogi(betas[1]), (YOGI_START, YOGI_START), betas[1])
+            return without_frozen(optax.scale_by_yogi(*betas, eps=tau))
+        rule = self._by_moments(server_moments.yogi(betas[1]), (YOGI_START, YOGI_START), betas[1])
+        return without_frozen(rule) if self.server_form == "keras" else rule

@@ -64,7 +64,6 @@ class Traits(NamedTuple):
       protocol: the PA protocol, if one of the method's own options sets it.
       own_loss: whether its supervised term is a different softmax loss, which `loss` and `class_weights` do not change.
       clip: largest norm of the gradient, unless the user sets another.
-      rates: names of the learning rates besides `lr` that may be too large.
       ensemble: whether `ga_ensemble`, the GA of the mean of all clients' softmax outputs, is recorded beside GA.
       recorded: names of the scalar fields of the server that are recorded in each round's metrics.
       apart: parts of the parameters that are clipped separately, each by its own norm.
@@ -95,7 +94,6 @@ class Traits(NamedTuple):
     protocol: Literal["last", "received"] | None = None
     own_loss: bool = False
     clip: float | None = None
-    rates: tuple[str, ...] = ()
     ensemble: bool = False
     recorded: tuple[str, ...] = ()
     apart: tuple[str, ...] = ()

@@ -11,13 +11,14 @@ that of FedSAM. Weights are the method's (the published code's are equal: `weigh
 """
 
 import functools
+from typing import Any, ClassVar
 
 import jax
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method, Setting, Tree
-from fedjax_pcdd.methods.wrappers import averages_models
+from fedjax_pcdd.methods.wrappers import Recipe, averages_models, recipe_of, remade
 from fedjax_pcdd.trees import zeros_like
 
 ABOUT_GA = (
@@ -47,11 +48,20 @@ def with_own_layers(method: Method) -> Method:
     traits = method.traits()
     one_model = averages_models(method) and traits.personal_model != "server" and not traits.apart and not traits.pauses
     if not one_model:
+        advice = "drop it, as its clients keep whole models" if traits.own_models else "use `bn=local`"
         raise UserError(
             f"`bn=local-layers` is for methods whose only model is the average of all, which {type(method).__name__}'s "
-            "is not: use `bn=local`."
+            f"is not: {advice}."
         )
     return _own(method)
+
+
+def without_own_layers(method: Method) -> Method:
+    """The method from which `with_own_layers` made this one; the method itself if it is not such a one."""
+    recipe = vars(type(method)).get("_recipe")
+    if not isinstance(recipe, Recipe) or recipe.function is not _derived:
+        return method
+    return recipe.args[0](**vars(method))
 
 
 def _own(method: Method) -> Method:
@@ -62,6 +72,8 @@ def _own(method: Method) -> Method:
 def _derived(cls: type[Method]) -> type[Method]:
     @struct.dataclass
     class OwnLayers(cls):
+        _recipe: ClassVar[Any] = Recipe(_derived, (cls,))
+
         def configure(self, setting, hyper):
             """As for the plain method, whose own checks may need a global model."""
             plain, advice = cls(**vars(self)).configure(setting, hyper)
@@ -74,6 +86,9 @@ def _derived(cls: type[Method]) -> type[Method]:
             """Without a global model, and with personal models that are tested between rounds."""
             fields = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": "server"}
             return super().traits()._replace(**fields)
+
+        def __reduce__(self):
+            return remade, (recipe_of(type(self)), vars(self))
 
     OwnLayers.__name__ = OwnLayers.__qualname__ = f"{cls.__name__}WithOwnLayers"
     return OwnLayers

@@ -122,7 +122,7 @@ class Exchanging(Participant):
         Returns:
           (public, target with leaves [K, B, ...]).
         """
-        return public, jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), spoken)
+        return public, jax.tree.map(lambda x: jnp.broadcast_to(_mean(x), x.shape), spoken)
 
     def public_loss(self, logits: jax.Array, target: Tree, context: Context) -> jax.Array:
         """The loss of one participant on a public batch, a scalar, from its logits [B, C]."""
@@ -132,6 +132,15 @@ class Exchanging(Participant):
         """The public objective, a scalar, and the model state after this batch."""
         outputs, state = forward(context.model, variables, batch.images, train=True, key=context.keys.dropout)
         return self.public_loss(outputs.logits, batch.target, context), state
+
+
+def _mean(values: jax.Array) -> jax.Array:
+    """Mean over the participants [K, ...], to the last bit what all say if they say the same.
+
+    A plain mean may differ from it by rounding. The absolute error turns this into a gradient of full size, and Adam
+    does so with any error, so that models which agree would be driven apart.
+    """
+    return values[0] + jnp.mean(values - values[0], axis=0)
 
 
 def over_all(function: Callable[[jax.Array], Tree], total: int, batch: int) -> Tree:

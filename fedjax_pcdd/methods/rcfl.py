@@ -2,9 +2,10 @@
 
 Resource-constrained federated learning with heterogeneous labels and models, a baseline of FCCL (CVPR 2022).
 A RECONSTRUCTION: no code was published; this follows the algorithm's statement as it is known, for equal label sets and
-unlabelled public images (owners of a label have equal weights). Sent: N C scores each way; no parameters.
-By default the scores keep their scale, S = mean_i (S + alpha_i F_i) / (1 + alpha_i), alpha_i = n_i / N; the literal
-S_c = mean over the owners of c of S_c + alpha_i F_ic grows from round to round: `scores=literal`.
+unlabelled public images. Sent: N C scores each way; no parameters.
+By default the scores keep their scale, S = mean_i (S + alpha_i F_i) / (1 + alpha_i), alpha_i = n_i / N, over all
+participants; the literal S_c = mean over the owners of c of S_c + alpha_i F_ic, which have equal weights, grows from
+round to round: `scores=literal`.
 """
 
 from typing import Literal

@@ -70,3 +70,18 @@ def scale_by_moments(
         return directions, Moments(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def without_frozen(optimiser: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimiser, whose moments start at `YOGI_START`, except that layers which never had a gradient do not move."""
+
+    def update(updates, state, params=None):
+        directions, after = optimiser.update(updates, state, params)
+
+        def kept(direction, g, v):
+            is_frozen = ~jnp.any(g) & jnp.all(v == jnp.asarray(YOGI_START, v.dtype))
+            return jnp.where(is_frozen, 0, direction)
+
+        return jax.tree.map(kept, directions, updates, after.nu), after  # pyright: ignore[reportAttributeAccessIssue]
+
+    return optax.GradientTransformation(optimiser.init, update)

@@ -24,10 +24,6 @@ class ServerOptimised(ServerStep):
 
     server_lr: float = hyperparameter(1.0, symbol="eta", help="learning rate of the server", low=0.0)
 
-    def traits(self):
-        """X's, with a learning rate of the server."""
-        return super().traits()._replace(rates=("server_lr",))
-
     def server_rule(self) -> optax.GradientTransformation:
         """The optimiser's transformation of the pseudo-gradient, before the learning rate."""
         return optax.identity()

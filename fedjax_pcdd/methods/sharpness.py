@@ -74,8 +74,10 @@ class SharpnessAware(Nearby):
             moving = self.trainable(variables["params"], context)
             uphill = gradients if moving is None else jax.tree.map(lambda m, g: jnp.where(m, g, 0), moving, gradients)
             perturbed = moved_to(variables, self.point(variables["params"], uphill, context))
-            second = evaluate(perturbed if self.statistics == "first" else perturbed | state)
-            new_state = state if self.statistics == "first" else second.state
+            # Running statistics alone: what a method collects besides is of the first pass.
+            running = {name: state[name] for name in ("batch_stats",) if name in state and self.statistics == "both"}
+            second = evaluate(perturbed | running)
+            new_state = state | {name: second.state[name] for name in running}
             return Evaluated(loss, new_state, self.descent(second.gradients, context))
 
         return super().local_update(elsewhere, step, variables, batch, context)

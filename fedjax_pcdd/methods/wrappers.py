@@ -81,6 +81,28 @@ class Addition(Method):
         return traits if traits.paper else traits._replace(paper=self.source())
 
 
+class Recipe(NamedTuple):
+    """How a class that is made at run time is made again, as in another process: function(*args)."""
+
+    function: Callable[..., type[Method]]
+    args: tuple[Any, ...]
+
+
+def recipe_of(cls: type[Method]) -> Any:
+    """The recipe of such a class, with recipes in place of such classes among its arguments; any other class itself."""
+    recipe = vars(cls).get("_recipe")
+    if recipe is None:
+        return cls
+    return recipe._replace(args=tuple(recipe_of(x) if isinstance(x, type) else x for x in recipe.args))
+
+
+def remade(recipe: Any, fields: Mapping[str, Any] | None = None) -> Any:
+    """The class of a recipe, or with fields an object of it; `__reduce__` names it, so that methods can be pickled."""
+    if isinstance(recipe, Recipe):
+        recipe = recipe.function(*(remade(x) if isinstance(x, Recipe) else x for x in recipe.args))
+    return recipe if fields is None else recipe(**fields)
+
+
 @functools.cache
 def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], str], type[Method]]:
     """The `Wrapper.wrap` that puts an addition in front of a method; it raises UserError for one that does not fit."""
@@ -100,16 +122,24 @@ def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], s
         class Added(addition, behind):
             __doc__ = f"{cls.__name__} with what {addition.__name__} adds."
             __module__ = cls.__module__
+            _recipe: ClassVar[Any] = Recipe(_added, (addition, suffix, cls, name))
 
             @classmethod
             def source(cls):
                 """X's source, or the addition's if X has none."""
                 return source()
 
+            def __reduce__(self):
+                return remade, (recipe_of(type(self)), vars(self))
+
         Added.__name__ = Added.__qualname__ = f"{cls.__name__}With{addition.__name__}"
         return Added
 
     return wrap
+
+
+def _added(addition: type[Addition], suffix: str, cls: type[Method], name: str) -> type[Method]:
+    return in_front(addition, suffix)(cls, name)
 
 
 def _seeing_own(cls: type[Method], kind: Any) -> Any:
@@ -154,4 +184,18 @@ def extended(server: Any, **fields: Tree) -> Any:
 
 @functools.cache
 def _extended_type(server: Any, names: tuple[str, ...]) -> Any:
-    return namedtuple(f"{server.__name__}With{'And'.join(n.title() for n in names)}", (*server._fields, *names))
+    base: Any = namedtuple(f"{server.__name__}With{'And'.join(n.title() for n in names)}", (*server._fields, *names))
+    first = len(server._fields)
+
+    class Extended(base):
+        __slots__ = ()
+
+        def __reduce__(self):
+            return _extended_again, (server(*self[:first]), dict(zip(names, self[first:], strict=True)))
+
+    Extended.__name__ = Extended.__qualname__ = base.__name__
+    return Extended
+
+
+def _extended_again(server: Any, fields: Mapping[str, Tree]) -> Any:
+    return extended(server, **fields)

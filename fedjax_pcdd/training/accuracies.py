@@ -13,6 +13,7 @@ import numpy as np
 from fedjax_pcdd.engine.program import Evaluation
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN, accuracy, balanced, mean, personal, plain, spread
 from fedjax_pcdd.training.protocols import Protocol, by_epoch, needs_epochs, rules
@@ -129,7 +130,8 @@ class Accuracies(Callback):
         return float(np.sum(report.loss[trained] * jobs.weight[trained])) if trained.any() else None
 
     def _not_finite(self, run: Run, what: str) -> UserError:
-        rates = " or ".join(f"`{rate}`" for rate in ("lr", *run.traits.rates))
+        own = [name for name in options_of(type(run.method)) if name == "eta_g" or name.endswith("_lr")]
+        rates = " or ".join(f"`{rate}`" for rate in ("lr", *own))
         where = f"in round {run.round} of {self.name}"
         return UserError(f"{what} is not finite {where}: choose a smaller {rates} or set `grad_clip`{self.kept()}.")
 

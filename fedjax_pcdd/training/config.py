@@ -431,6 +431,8 @@ def unused(config: RunConfig, traits: "Traits") -> list[str]:
         readers["min_samples"] = "retry", (True,)
     if config.optimizer == "sgd":
         readers["optimizer_state"] = where_given("momentum")
+    if traits.epochs is not None and config.local_epochs is not None:
+        readers["local_epochs"] = "method", ()
     if config.fine_tune_epochs and not traits.fine_tunes:
         readers["fine_tune_epochs"] = "method", ()
     late = [str(step) for step in rounds_of(config.lr_steps) if step >= config.rounds]

@@ -108,7 +108,7 @@ class TrainedModels:
         If a method mixes the logits of several models, as APFL with `mix=logits`, the features are the first one's.
 
         Args:
-          images: [n, H, W, channels] uint8, as in the data set.
+          images: [n, H, W, channels] as in the data set; [n, H, W] or [n, D] if that was made from such.
           client: whose model; None for the global one.
         """
         simulation, server, state, row = self._trained(0 if client is None else client)
@@ -127,6 +127,10 @@ class TrainedModels:
     def _images(self, images: ArrayLike) -> np.ndarray:
         """Images [n, H, W, channels] in the form of the training images; UserError if they do not have it."""
         array, image_shape = np.asarray(images), self.federation.image_shape
+        if array.ndim > 1 and array.shape[1:] == tuple(size for size in image_shape if size > 1):
+            array = array.reshape(
+                len(array), *image_shape
+            )  # vectors, or images without channels, as `from_arrays` takes
         if not len(array.shape) or not array.size or array.dtype.kind not in "biuf" or array.shape[1:] != image_shape:
             shape = ", ".join(map(str, image_shape))
             kind = f"{array.dtype} {list(array.shape)}"

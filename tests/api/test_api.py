@@ -334,6 +334,7 @@ MISTAKES = {
         {"method": fp.FedAvgM(server_lr=1e38), "rounds": 2},
         "not finite in round 2 .* smaller lr or server_lr or",
     ),
+    "method's own rate": ({"method": fp.Scaffold(eta_g=1e38), "rounds": 2}, "choose a smaller lr or eta_g or"),
     "server's rate, at the end": (
         {"method": fp.FedAvgM(server_lr=3e38), "lr": 1.0, "rounds": 1},
         "the server.s .* is not finite in round 1",

@@ -328,3 +328,10 @@ def test_labels_with_gaps_give_a_warning_unless_num_classes_is_given():
 def test_partition_warns_of_options_without_effect(kind, options, message):
     with pytest.warns(UserWarning, match=f"^{message}$"):
         fp.partition(DATA, kind, clients=2, **{"min_samples": 1 if kind == "dirichlet" else 10, **options})
+
+
+def test_a_run_in_which_no_client_has_a_weight_is_refused():
+    federation = fp.partition(DATA, "iid", clients=2)
+    size = int(federation.sizes.max()) + 1
+    with pytest.raises(fp.UserError, match="all clients have weight 0 in the mean: lower batch_size, or choose other"):
+        fp.simulate(federation, "fedavg", weights="batches", batch_size=size, rounds=1, model="mlp")

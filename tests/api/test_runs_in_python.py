@@ -5,6 +5,7 @@ import pickle
 import sys
 import types
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -16,6 +17,14 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.training import loggers
 
 SMALL = {"local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
+
+
+class Normalised(nn.Module):
+    """A backbone with batch norm."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x.reshape(len(x), -1))))
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +133,42 @@ def test_a_history_can_be_pickled(federation, uninterrupted):
     assert_same(unpickled, uninterrupted)
     images = federation.dataset.x_test[:5]
     np.testing.assert_array_equal(unpickled.outputs(images).logits, uninterrupted.outputs(images).logits)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(f"fedavg+{suffix}", {}) for suffix in (*fp.methods.SERVER_OPTIMISERS, *fp.methods.WRAPPERS)]
+    + [
+        ("scaffold+prototypes+lesam+adam", {}),
+        ("fedprox+sam", {"bn": "local-layers"}),
+        ("solo", {"models": "mlp,mlp"}),
+    ],
+)
+def test_histories_of_every_suffix_can_be_pickled(name, options):
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    model = None if "models" in options else Normalised()
+    history = fp.simulate(federation, name, model=model, **{**SMALL, "rounds": 1}, **options)
+    unpickled = pickle.loads(pickle.dumps(history))
+    assert type(unpickled.method) is type(history.method)
+    assert unpickled.method == history.method
+    for client in (None, 1):
+        if client is not None or history.method.traits().global_model:
+            logits = [h.outputs(federation.dataset.x_test[:5], client).logits for h in (unpickled, history)]
+            np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.thorough
+def test_images_may_lack_the_axes_that_the_data_set_lacked():
+    rng = np.random.default_rng(0)
+    for shape in ((6,), (4, 4)):
+        x, y = rng.normal(size=(12, *shape)).astype(np.float32), np.arange(12) % 2
+        federation = fp.partition(fp.from_arrays(x, y, x, y), "iid", clients=2)
+        history = fp.simulate(federation, "fedavg", model="mlp", **{**SMALL, "rounds": 1, "batch_size": 4})
+        expected = history.outputs(federation.dataset.x_test).logits
+        np.testing.assert_array_equal(history.outputs(x).logits, expected)
+        with pytest.raises(fp.UserError, match="takes at least one image as those of the data set"):
+            history.outputs(x[0])
 
 
 @pytest.mark.thorough

@@ -315,6 +315,13 @@ def test_partition_files_and_augmentation_drawn_once_prevent_sharing():
     assert [first == second for first, second in keys] == [False, False, True]
 
 
+def test_clipped_and_unclipped_runs_share_a_program_unless_their_optimisers_are_kept():
+    for kept, shares in (("fresh", True), ("kept", False)):
+        configs = [RunConfig(grad_clip=clip, optimizer_state=kept) for clip in ("none", "method", 1.0, 2.0)]
+        none, default, one, two = (sweep.program_key(config, FedAvg()) for config in configs)
+        assert (none == default, one == two, none == one) == (True, True, shares)
+
+
 @pytest.mark.thorough
 def test_warnings_common_to_all_runs_are_printed_once(tmp_path, capsys):
     options = ["--optimizer=adam", "--momentum=0.3", "--seed=0:2", f"--sweep-dir={tmp_path}"]

@@ -104,6 +104,10 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
             {"method": "fml", "meme": "mlp", "fine_tune_epochs": 5},
             "--fine-tune-epochs=5 has no effect with --method=fml.",
         ),
+        (
+            {"method": "fedrep", "head_epochs": 1, "local_epochs": 5},
+            "--local-epochs=5 has no effect with --method=fedrep.",
+        ),
         ({"method": "fedgela", "neck": 1}, "--neck=1 has no effect: the method chooses the neck."),
         ({"method": "moon", "neck": 1, "projection": 8}, "--neck=1 has no effect: the method chooses the neck."),
         ({"method": "feddf", "public_samples": 64, "teacher_mode": "train"}, "--teacher-mode=train has no effect with"),

@@ -230,10 +230,13 @@ def test_methods_that_use_public_images_are_refused_without_them(name, hyper):
         Groups(toy.architectures(*ONE), base.federation, METHODS[name](**hyper), base.local, seed=0)
 
 
-def test_own_models_and_local_statistics_exclude_each_other():
-    base = toy.groups("solo", necks=ONE)
-    with pytest.raises(UserError, match="bn=local"):
-        Groups(toy.architectures(*ONE), base.federation, METHODS["solo"](), base.local, seed=0, local_statistics=True)
+@pytest.mark.parametrize(
+    ("option", "sentence"), [("local_statistics", "drop bn=local.$"), ("local_layers", "drop bn=local-layers.$")]
+)
+def test_own_models_and_local_norms_exclude_each_other(option, sentence):
+    base, options = toy.groups("solo", necks=ONE), {option: True}
+    with pytest.raises(UserError, match=sentence):
+        Groups(toy.architectures(*ONE), base.federation, METHODS["solo"](), base.local, seed=0, **options)
 
 
 @pytest.mark.thorough

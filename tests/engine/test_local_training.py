@@ -7,7 +7,6 @@ import pytest
 import toy
 from flax import struct
 
-from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Message, Method, Traits
 from fedjax_pcdd.methods.method import Summary
 from fedjax_pcdd.testing import leaves
@@ -50,9 +49,19 @@ def test_a_cohort_without_weight_does_not_train(name):
     assert_same(state, before)
 
 
-def test_weights_by_batches_need_a_client_with_a_full_one():
-    with pytest.raises(UserError, match="weights=batches"):
-        toy.simulation(weights="batches", batch_size=31)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["solo", "fedproto"])
+def test_a_client_with_a_model_of_its_own_trains_whether_or_not_anyone_has_a_weight(name):
+    simulated = toy.simulation(name, weights="batches", batch_size=30, cohort=2)
+
+    def trained(*cohort):
+        state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array(cohort)]))
+        return jax.tree.map(lambda x: np.asarray(x[2]), state.clients)
+
+    before = jax.tree.map(lambda x: np.asarray(x[2]), simulated.start().clients)
+    without_weight, beside_a_full_batch = trained(2, 3), trained(2, 4)  # client 4 alone has a full batch
+    assert_same(without_weight, beside_a_full_batch)
+    assert max(np.abs(a - b).max() for a, b in zip(leaves(without_weight), leaves(before), strict=True)) > 1e-4
 
 
 @struct.dataclass

@@ -343,9 +343,12 @@ def training_own_layers_alone(name):
     return Alone(**{key: value for key, value in strong.items() if key in Alone.__dataclass_fields__})
 
 
-@pytest.mark.parametrize("name", ["solo", "fedrep", "ditto", "fedmd"])
-def test_methods_whose_only_model_is_not_the_average_are_refused(name):
-    with pytest.raises(UserError, match="bn=local-layers"):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("solo", "drop it"), ("fedmd", "drop it"), ("fedrep", "use bn=local"), ("ditto", "use bn=local")],
+)
+def test_methods_whose_only_model_is_not_the_average_are_refused(name, advice):
+    with pytest.raises(UserError, match=f"bn=local-layers is for methods .* is not: {advice}"):
         simulated(name)
 
 

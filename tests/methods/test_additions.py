@@ -118,6 +118,15 @@ def test_with_sam_scaffold_corrects_the_gradient_at_the_perturbed_point():
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["fedproc+sam", "fedgen+sam"])
+def test_statistics_of_both_passes_are_running_statistics_alone(name):
+    """Not what a method collects about its samples; the toy model has no batch norm."""
+    own = {"fedproc+sam": {"prototype_features": "last_epoch"}, "fedgen+sam": {"label_counts": "seen"}}[name]
+    first, both = (trained(name, (0, 1), rho=0.5, statistics=kind, **own) for kind in ("first", "both"))
+    assert_alike(first, both, rtol=0, atol=0)
+
+
 def test_frozen_parameters_are_not_perturbed():
     method = methods.get("fedbabu+sam")(rho=0.5)
     parameters = {"backbone": jnp.asarray([3.0]), "head": jnp.asarray([4.0])}

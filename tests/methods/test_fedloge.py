@@ -193,3 +193,11 @@ def test_the_bias_of_the_sparse_etf_is_zero_or_random_and_never_trained(form, dr
 def test_fewer_features_than_classes_are_refused():
     with pytest.raises(UserError, match="FedLoGe has no ETF of 10 classes in 4 features"):
         FedLoGe().configure(Setting(10, 4, 5, 1, 1, 4, False), None)
+
+
+def test_a_frozen_bias_needs_a_last_layer_that_has_one():
+    variables = {"params": {"head": {"kernel": jnp.zeros((5, 3))}}}
+    setting = Setting(3, 5, 1, 1, 1, 1, False)
+    with pytest.raises(UserError, match="ssec_bias=frozen needs a model whose last layer has a bias"):
+        FedLoGe(ssec_bias="frozen").init_server(setting, variables, None, jax.random.key(0))
+    assert FedLoGe().init_server(setting, variables, None, jax.random.key(0)).bias.shape == (3,)

@@ -7,6 +7,7 @@ import pytest
 from linear_model import dense, loss
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.logit_adjustment import l2_normalise
 from fedjax_pcdd.losses.uniformity import prediction_variance, uniformity
 from fedjax_pcdd.methods.feduv import FedUV
 from fedjax_pcdd.methods.method import Batch, Setting
@@ -102,3 +103,12 @@ def test_features_are_normalised_only_if_asked(normalise):
     cross_entropies = [loss(FedUV(lam=0.0, mu=0.0), layers, z, LABELS, COUNTS) for z in (FEATURES, stretched)]
     uniformities = [value - other for value, other in zip(values, cross_entropies, strict=True)]
     assert np.isclose(*uniformities, rtol=1e-4) == normalise
+
+
+def test_parallel_features_of_length_one_are_at_no_distance():
+    rays = jnp.asarray([[1.0, 2, 3], [0, 0, 1], [1, 0, 0]])
+    features = l2_normalise(jnp.concatenate([rays, rays[:2] * 0.3, rays[:1] * 7]))
+    gaps = ((features[:, None] - features) ** 2).sum(-1)[np.triu_indices(6, 1)]
+    assert 0 < gaps[gaps > 0].min() < 1e-12  # there is rounding
+    median = np.sort(gaps[gaps > 1e-6])[((gaps > 1e-6).sum() - 1) // 2]
+    np.testing.assert_allclose(uniformity(features), np.exp(-gaps / median).mean(), rtol=1e-6)

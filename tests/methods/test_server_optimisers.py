@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -217,6 +218,18 @@ def test_methods_with_server_state_run_under_a_server_optimiser(name):
     state, _ = toy.train(simulated, (0, 1))
     assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state)))
     simulated.evaluate(state, personal=True)
+
+
+@pytest.mark.parametrize("form", ["optax", "keras"])
+def test_yogis_moments_move_layers_that_had_a_gradient_once_and_no_others(form):
+    method = FedYogi(server_form=form)
+    layers = {name: jnp.ones(2) for name in ("frozen", "moved")}
+    rule, gradients = method.server_rule(), {"frozen": jnp.zeros(2), "moved": jnp.asarray([0.0, 0.5])}
+    first, moments = rule.update(gradients, rule.init(layers))
+    second, _ = rule.update(jax.tree.map(jnp.zeros_like, gradients), moments)
+    for directions in (first, second):
+        assert not np.any(directions["frozen"])
+        assert np.all(directions["moved"])  # an entry without gradient moves with its layer, as in optax
 
 
 @pytest.mark.thorough
