@@ -193,6 +193,7 @@ def stopped_in_python(folder, method, model):
 @pytest.mark.thorough
 def test_another_module_or_method_class_is_refused_when_a_run_of_python_resumes(tmp_path, monkeypatch):
     known = dict(METHODS.data)
+    monkeypatch.setattr(METHODS, "data", dict(known))
     resumed = stopped_in_python(tmp_path / "run", method_of_a_script(), Layer("relu"))
     with pytest.raises(UserError, match=r"the model is not the one that the run in .* began with"):
         resumed(method_of_a_script(), Layer("tanh"))
