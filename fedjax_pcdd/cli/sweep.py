@@ -67,23 +67,17 @@ def as_table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str] = ()) -> Ri
     """A table for the terminal, in percent; `shown` names options."""
     from fedjax_pcdd.training.progress import with_pa_named  # which loads JAX
 
+    criteria = dict.fromkeys(row["selected_on"] for row in rows if row["selected_on"])
     headings = [with_pa_named(measure.replace("_", " ").upper(), rows) for measure in MEASURES]
-    columns = [Column("seeds"), *map(Column, headings)]
+    columns = [Column("seeds"), *map(Column, headings), *[Column("best by")] * (len(criteria) > 1)]
     lines = []
     for row in rows:
         seeds = f"{row['seeds']} ({row['failed']} failed)" if row["failed"] else str(row["seeds"])
-        cells = [Cell(row[measure], row[f"{measure}_std"]) for measure in MEASURES]
+        cells = [Cell(text=seeds), *(Cell(row[measure], row[f"{measure}_std"]) for measure in MEASURES)]
+        cells += [Cell(text=row["selected_on"].removesuffix(" samples"))] * (len(criteria) > 1)
         label = " ".join([row["experiment"], *(f"{name}={row[name]}" for name in shown)])
-        lines.append(Row(label, (Cell(text=seeds), *cells)))
-    criteria = list(dict.fromkeys(row["selected_on"] for row in rows if row["selected_on"]))
-    if len(criteria) > 1:
-        columns.append(Column("best by"))
-        lines = [
-            line._replace(cells=(*line.cells, Cell(text=r["selected_on"]))) for line, r in zip(lines, rows, strict=True)
-        ]
-    title = "; ".join(
-        ["percent", *(f"best rounds chosen by {criterion}" for criterion in criteria if len(criteria) == 1)]
-    )
+        lines.append(Row(label, tuple(cells)))
+    title = f"percent; best rounds chosen by {next(iter(criteria))}" if len(criteria) == 1 else "percent"
     return terminal(Table(title, tuple(columns), tuple(lines), stub="experiment"))
 
 
