@@ -75,8 +75,8 @@ class SharpnessAware(Nearby):
             uphill = gradients if moving is None else jax.tree.map(lambda m, g: jnp.where(m, g, 0), moving, gradients)
             perturbed = moved_to(variables, self.point(variables["params"], uphill, context))
             # Running statistics alone: what a method collects besides is of the first pass.
-            running = {name: state[name] for name in ("batch_stats",) if name in state and self.statistics == "both"}
-            second = evaluate(perturbed | running)
+            running = ["batch_stats"] if self.statistics == "both" and "batch_stats" in state else []
+            second = evaluate(perturbed | {name: state[name] for name in running})
             new_state = state | {name: second.state[name] for name in running}
             return Evaluated(loss, new_state, self.descent(second.gradients, context))
 

@@ -63,7 +63,8 @@ def chosen_by(summaries: Iterable[Mapping[str, Any]]) -> str:
     >>> chosen_by([{"selected_on": "test"}, {"selected_on": "validation"}, {}])
     'test samples or validation samples'
     """
-    return " or ".join(dict.fromkeys(CHOSEN_BY[summary.get("selected_on", "test")] for summary in summaries))
+    criteria = dict.fromkeys(str(summary.get("selected_on", "test")) for summary in summaries)
+    return " or ".join(CHOSEN_BY.get(criterion, criterion) for criterion in criteria)
 
 
 def mean(values: np.ndarray) -> float | None:

@@ -128,9 +128,7 @@ class TrainedModels:
         """Images [n, H, W, channels] in the form of the training images; UserError if they do not have it."""
         array, image_shape = np.asarray(images), self.federation.image_shape
         if array.ndim > 1 and array.shape[1:] == tuple(size for size in image_shape if size > 1):
-            array = array.reshape(
-                len(array), *image_shape
-            )  # vectors, or images without channels, as `from_arrays` takes
+            array = array.reshape(len(array), *image_shape)  # the axes that `from_arrays` added
         if not len(array.shape) or not array.size or array.dtype.kind not in "biuf" or array.shape[1:] != image_shape:
             shape = ", ".join(map(str, image_shape))
             kind = f"{array.dtype} {list(array.shape)}"

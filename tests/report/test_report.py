@@ -695,6 +695,7 @@ def test_seeds_are_not_ranked_but_methods_are(tmp_path):
             "Best round, chosen by test samples or validation samples, which differs between runs: nothing is marked.",
             {0},
         ),
+        (("a later rule",) * 2, "Best round, chosen by a later rule.", {1, 2}),
         (("test, balanced accuracy",) * 2, "Best round, chosen by balanced accuracy on test samples.", {1, 2}),
     ],
 )
