@@ -4,6 +4,7 @@ import difflib
 import errno
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,7 +58,12 @@ def as_path(value: Any, field: str) -> Path:
     """
     if not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value):
         raise UserError(f"takes a path, not {shortened(value)}.", field=field)
-    return Path(os.path.expanduser(value))
+    return expanded(value)
+
+
+def expanded(path: str | os.PathLike) -> Path:
+    """The path with ~ expanded, where that names a home folder."""
+    return Path(os.path.expanduser(path))
 
 
 def is_there(path: Path, kind: Callable[[Path], bool] = Path.is_file) -> bool:
@@ -156,7 +162,8 @@ def at_once(path: Path, instead: str = RUN_DIR) -> Iterator[Path]:
     The temporary path has the same suffix. Links are not followed. Errors are those of `writing`, except that errors
     about other files are raised as they are.
     """
-    temporary = path.parent / f".{os.getpid()}.{path.name}"
+    # A number of its own: on a shared file system processes of two machines may have the same number.
+    temporary = path.parent / f".{secrets.randbelow(10**8)}.{path.name}"
     try:
         temporary.unlink(missing_ok=True)
         yield temporary

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fedjax_pcdd.beside import imported_files
-from fedjax_pcdd.errors import UserError, in_one_line, is_there, nearest
+from fedjax_pcdd.errors import UserError, expanded, in_one_line, is_there, nearest
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
@@ -162,7 +162,7 @@ def recall(origins: Mapping[str, Origin]) -> None:
 
 def located(name: str, path: str | None = None) -> Path:
     """The file of a name, or where the recorded run had it if it is missing; without a path the name is the path."""
-    file = Path(name if path is None else path).expanduser()
+    file = expanded(name if path is None else path)
     return Path(_recorded[name].path) if name in _recorded and not is_there(file) else file
 
 

@@ -91,11 +91,11 @@ def architectures(*necks: int) -> list:
 def groups(
     name="fedmd", *, necks=(0, 1, 0, 1, 0), lanes=2, method=None, parts=None, images=21, batch=8, seed=0, epochs=2,
     batch_size=8, last_batch="keep", optimizer="adam", lr=1e-3, weight_decay=0.0, own_epochs=None, public=PLAIN,
-    block=None, dtype=jnp.float32, labels=None, **hyper,
+    block=None, dtype=jnp.float32, labels=None, clip=None, **hyper,
 ):  # fmt: skip
     """Participants on the toy federation, by default of two architectures; equal arguments share one table."""
     method = METHODS[name](**hyper) if method is None else method
-    local = Local(epochs, batch_size, last_batch, optimizer, lr, 0.9, weight_decay, None)
+    local = Local(epochs, batch_size, last_batch, optimizer, lr, 0.9, weight_decay, clip)
     table = Groups(
         architectures(*necks), parts or federation(), method, local, seed=seed, epochs=own_epochs,
         public=Public(public_images(images), public, batch), pipeline=PLAIN,

@@ -90,13 +90,16 @@ def frame(axes: Any, *, title: str = "", across: str = "round", upwards: str = "
             text.set_color(colour)
 
 
-def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str) -> None:
+def draw_curves(
+    rows: Iterable[Mapping[str, Any]], path: str | Path, title: str, best: Mapping[str, int | None]
+) -> None:
     """Draw GA and PA of a run in percent, with their best rounds marked, and the loss below.
 
     Args:
       rows: as in metrics.jsonl; rounds without evaluation have None or no entry.
       path: of the PNG file.
       title: above the curves.
+      best: the best rounds of "ga" and "pa", by what chose them; None where there is none.
     """
     from matplotlib.figure import Figure
 
@@ -105,18 +108,18 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str)
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
     curves = {name: points for name in ("ga", "pa") if len((points := series(rows, name, factor=100))[0])}
     for name, (rounds, values) in curves.items():
-        best = values.argmax()
         curve(accuracy, rounds, values, color=OWN_COLOURS[name])
-        accuracy.plot(rounds[best], values[best], "o", ms=7, mfc="white", mec=OWN_COLOURS[name], mew=1.6, zorder=3)
+        chosen = rounds == best[name]
+        accuracy.plot(rounds[chosen], values[chosen], "o", ms=7, mfc="white", mec=OWN_COLOURS[name], mew=1.6, zorder=3)
     curve(loss, *series(rows, "loss"), color=OWN_COLOURS["loss"])
     frame(accuracy, across="", upwards="accuracy (%)")
     frame(loss, upwards=CURVES["loss"])
     accuracy.set_title(title, loc="left", fontsize=11, parse_math=False)
-    _name_ends(accuracy, curves)
+    _name_ends(accuracy, curves, best)
     figure.savefig(path)
 
 
-def _name_ends(axes: Any, curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+def _name_ends(axes: Any, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], best: Mapping[str, int | None]) -> None:
     """Name each curve at its end; where two ends are close, move the names apart."""
     low, high = axes.get_ylim()
     ends = {name: float(values[-1]) for name, (_, values) in curves.items()}
@@ -124,8 +127,8 @@ def _name_ends(axes: Any, curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -
     upper = max(ends, key=lambda name: ends[name], default=None)
     for name, (rounds, values) in curves.items():
         shift = max(missing, 0) / 2 * (1 if name == upper else -1) if len(ends) > 1 else 0.0
-        best = values.argmax()
-        text = f"{CURVES[name]} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
+        chosen = [f"\nbest {value:.2f} (round {best[name]})" for value in values[rounds == best[name]]]
+        text = "".join([f"{CURVES[name]} {values[-1]:.2f}", *chosen])
         axes.annotate(
             text, (1.01, ends[name] + shift), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
             color=OWN_COLOURS[name], fontsize=9, va="center",

@@ -7,6 +7,7 @@ is no GA of the best round, since each client has its own best round by its own 
 """
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -198,7 +199,9 @@ def _best(trial_results: Sequence[dict[str, Any] | UserError], score_names: Sequ
     for result in trial_results:
         if missing := [name for name in score_names if isinstance(result, dict) and result.get(name) is None]:
             raise UserError(f"a run has no '{missing[0]}' in its summary: name another entry in the plan's `scores`.")
-    scores = [[result[name] if isinstance(result, dict) else -1.0 for name in score_names] for result in trial_results]
+    failed = dict.fromkeys(score_names, -math.inf)
+    results = [result if isinstance(result, dict) else failed for result in trial_results]
+    scores = [[result[name] for name in score_names] for result in results]
     return scores.index(max(scores))
 
 

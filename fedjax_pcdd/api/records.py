@@ -224,7 +224,8 @@ class FolderRecord(Record):
         try:
             self.folder.write_json(SUMMARY, summary)
             title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"
-            self.folder.draw("curves.png", lambda path: draw_curves(run.history.rows, path, title))
+            best = {name: run.history.best(name)[1] for name in ("ga", "pa")}
+            self.folder.draw("curves.png", lambda path: draw_curves(run.history.rows, path, title, best))
         except UserError as error:
             return error
         return summary

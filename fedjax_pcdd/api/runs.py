@@ -213,7 +213,7 @@ def resume(
     Raises:
       UserError: there is no run, or it cannot be continued.
     """
-    run_callbacks, last = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)], bars(progress)
+    run_callbacks, last = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)], bars(progress)
     request = recorded(as_path(folder, "folder"), objects, "resume")
     return finished(request._replace(callbacks=run_callbacks, last=last))
 

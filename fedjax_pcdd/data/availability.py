@@ -9,13 +9,12 @@ which probabilities repeat.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_pcdd.data.npz import read_arrays
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, expanded
 
 DAY = 24  # rounds in a day of the model
 AVAILABLE, LOST, MODEL = 1, 2, 3  # streams of random numbers
@@ -69,7 +68,7 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
         zone, amplitude = random.random(clients), random.uniform(0.3, 1, clients)
         swing = (1 + np.sin(2 * np.pi * (np.arange(DAY)[:, None] / DAY + zone))) / 2
         return Availability(np.minimum(1, amplitude * swing + amplitude / 10).astype(np.float32), shares)
-    arrays = read_arrays(Path(source).expanduser(), ("probability", "lost"))
+    arrays = read_arrays(expanded(source), ("probability", "lost"))
     if "probability" not in arrays:
         raise UserError(f"{source} holds no probability of clients: store [K] or [rounds, K] of it, and lost [K].")
     if lost and "lost" in arrays:

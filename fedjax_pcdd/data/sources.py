@@ -15,7 +15,7 @@ from fedjax_pcdd.data.dataset import Dataset, Keep, keep_all
 from fedjax_pcdd.data.natural import is_federation, name_in, read_federation
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.data.prepared import prepared_version, read_tfds
-from fedjax_pcdd.errors import UserError, is_there, nearest
+from fedjax_pcdd.errors import UserError, expanded, is_there, nearest
 from fedjax_pcdd.registry import Registry, called, is_import_path, located, nearest_part
 
 DATASETS = {
@@ -55,7 +55,7 @@ _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 def root_of(data_dir: str | os.PathLike | None) -> Path:
     """The folder to search: `data_dir`, or TFDS_DATA_DIR, or ~/tensorflow_datasets."""
     default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    return Path(default if data_dir is None else data_dir).expanduser()
+    return expanded(default if data_dir is None else data_dir)
 
 
 def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep_all, mapped: bool = False) -> Dataset:
@@ -101,7 +101,7 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
 
 def _federation(name: str, root: Path) -> Path | None:
     """The folder of a federation on disk that an option means, if it means one."""
-    return next((folder for folder in (Path(name).expanduser(), root / name) if name and is_federation(folder)), None)
+    return next((folder for folder in (expanded(name), root / name) if name and is_federation(folder)), None)
 
 
 def name_of(name: str, data_dir: str | os.PathLike | None = None) -> str:

@@ -16,11 +16,13 @@ import optax
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.devices import full_precision
+from fedjax_pcdd.engine.jobs import only
 from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import Data, Program, Tree, facts_of, lift
+from fedjax_pcdd.methods.checks import like, of_kind, same_shapes, scalar
 from fedjax_pcdd.methods.method import Context, Keys, Local
 from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, model_of, over_all, with_model
-from fedjax_pcdd.trees import select, where
+from fedjax_pcdd.trees import select
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Exchange:
         start = jax.vmap(self.optimiser(g).init)(variables["params"])
         return Active(jnp.arange(len(self.table.members[g])), clients, variables, start)
 
-    def optimiser(self, g: int) -> optax.GradientTransformation:
+    def optimiser(self, g: int) -> optax.GradientTransformationExtraArgs:
         """The optimiser of the steps on public images."""
         return make_optimiser(self.local, clip=self.table.programs[g].clip, apart=self.method.traits().apart)
 
@@ -159,15 +161,17 @@ class Exchange:
         """One optimiser step of one participant."""
         method, context = self.method, self.context(g, one, public, t)
         params, optimiser = one.variables["params"], self.optimiser(g)
+        moving = like(method, "trainable", method.trainable(params, context), params)
 
         def loss(params):
-            return method.imitate({**one.variables, "params": params}, batch, context)
+            result = method.imitate({**one.variables, "params": params}, batch, context)
+            value, state = of_kind(method, "imitate", result, object, object)
+            return scalar(method, "imitate", value), state
 
-        (_, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        gradients, state = jax.grad(loss, has_aux=True)(params)
         opt_state = optimiser.init(params) if method.public_optimizer == "per_batch" else one.optimiser
-        updates, opt_state = optimiser.update(gradients, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        trainable = method.trainable(params, context)
-        if trainable is not None:
-            new_params = jax.tree.map(where, trainable, new_params, params)
-        return one._replace(variables={**one.variables, **state, "params": new_params}, optimiser=opt_state)
+        gradients, moved = only(moving, gradients), only(moving, params)
+        updates, opt_state = optimiser.update(gradients, opt_state, moved, moving=moving)
+        after = {**one.variables, **state, "params": optax.apply_updates(params, only(moving, updates))}
+        same_shapes(method, "imitate", "variables", after, one.variables, "the participant has them")
+        return one._replace(variables=after, optimiser=opt_state)

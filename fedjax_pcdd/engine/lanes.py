@@ -26,6 +26,7 @@ from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import (
     LAYERS,
     OPTIMISER,
+    Data,
     Program,
     Report,
     State,
@@ -41,7 +42,7 @@ from fedjax_pcdd.engine.program import (
 from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
 from fedjax_pcdd.methods.checks import of_kind, same_shapes
-from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
+from fedjax_pcdd.methods.method import Batch, Context, Keys, Local, Message, ServerContext
 from fedjax_pcdd.trees import at, select, where, zeros_like
 
 LANES = "lanes"  # the axis over which lanes are mapped
@@ -336,34 +337,43 @@ def training_round(program: Program, methods, hyper, data, keys, state: State, s
     return _ended(program, inputs, keys, state, run_lanes(program, inputs, state, plan))
 
 
+class Work(NamedTuple):
+    """What all chunks share of a round that goes through its samples in chunks, on one device."""
+
+    methods: Any  # [E]
+    hyper: Local  # [E]
+    keys: jax.Array  # [E]
+    servers: Tree  # [E, ...]
+    jobs: Jobs
+    round: Any
+
+    def on(self, data: Data) -> Inputs:
+        """What jobs read whose samples are among these."""
+        return inputs_of(self.methods, self.hyper, data, self.keys, self.servers, self.jobs, self.round)
+
+
 @full_precision
-def begin_round(program: Program, methods, hyper, data, keys, kept, servers, jobs, round) -> Any:
-    """The initial carry of a round that goes through its samples in chunks, on one device.
+def begin_round(program: Program, data: Data, kept, work: Work) -> Any:
+    """The initial carry of such a round.
 
     Args:
       data: of any chunk.
       kept: clients and statistics.
     """
-    return _empty(program, inputs_of(methods, hyper, data, keys, servers, jobs, round), State(servers, *kept))
+    return _empty(program, work.on(data), State(work.servers, *kept))
 
 
 @full_precision
-def part_of_round(
-    program: Program, methods, hyper, data, keys, carry, servers, plan, jobs, round, first, stop
-) -> Any:  # fmt: skip
+def part_of_round(program: Program, data: Data, carry, work: Work, plan: Plan, first, stop) -> Any:
     """Run the segments from first to stop of such a round; its state is in the carry."""
-    inputs, state = inputs_of(methods, hyper, data, keys, servers, jobs, round), State(servers, (), ())
-    return _segments(program, inputs, state, plan, first, stop, carry)
+    return _segments(program, work.on(data), State(work.servers, (), ()), plan, first, stop, carry)
 
 
 @full_precision
-def end_round(
-    program: Program, methods, hyper, data, keys, kept, servers, jobs, round, outcome
-) -> tuple[State, Report]:  # fmt: skip
+def end_round(program: Program, data: Data, kept, outcome: Outcome, work: Work) -> tuple[State, Report]:
     """The result of such a round, of whose outcome clients and statistics come by themselves, as `kept`."""
-    inputs = inputs_of(methods, hyper, data, keys, servers, jobs, round)
     outcome = outcome._replace(clients=kept[0], statistics=kept[1])
-    return _ended(program, inputs, keys, State(servers, (), ()), outcome)
+    return _ended(program, work.on(data), work.keys, State(work.servers, (), ()), outcome)
 
 
 def inputs_of(methods, hyper, data, keys, servers, jobs, round) -> Inputs:

@@ -9,7 +9,7 @@ Several experiments (a sweep) run as one program: they share model, data set and
 in seed, partition and traced hyper-parameters. Letters: E experiments, K clients, R = E * K rows, S cohort, J = E * S.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -27,12 +27,13 @@ from fedjax_pcdd.engine.evaluator import Evaluator
 from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.first_state import keeps, kept_of_client, server_and_clients
-from fedjax_pcdd.engine.lanes import begin_round, end_round, part_of_round, training_round
+from fedjax_pcdd.engine.lanes import Work, begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.mesh import EVERYWHERE, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
 from fedjax_pcdd.engine.program import (
     MODEL,
     ROUNDS,
+    Data,
     Evaluation,
     Launched,
     Program,
@@ -121,6 +122,7 @@ class Simulation(Planner):
         aggregates: bool = True,
         tests_epochs: bool = False,
         public: tuple[Any, Pipeline] | None = None,
+        data: Data | None = None,
         execution: Execution = Execution(),  # noqa: B008 - frozen
     ):
         """Prepare the data and the programs; nothing is compiled yet.
@@ -138,6 +140,7 @@ class Simulation(Planner):
           aggregates: if False, a round's state has the former servers with their messages, for `Groups`.
           tests_epochs: also test clients on their own data before every local epoch.
           public: unlabelled images [N, H, W, channels] uint8 and their pipeline, for methods that need them.
+          data: of another simulation with these federations, public images and devices, which then share their memory.
           execution: lanes, devices, memory and precision.
         """
         shape = self.image_shape = pipeline.shape(experiments[0].federation.image_shape)
@@ -174,7 +177,7 @@ class Simulation(Planner):
             in_place=devices == 1,
             aggregates=aggregates,
         )
-        self._make_arrays(public and public[0])
+        self._make_arrays(public and public[0], data)
         self.weights = self.raw_weights(weights, self.methods, self.data)
         self._make_programs()
 
@@ -220,7 +223,7 @@ class Simulation(Planner):
             training_round, self.program, compiler_options=compiler_options(devices, one_step=one_step),
             donate_argnums=4, out_shardings=self._shardings(),
         )  # fmt: skip
-        options = {"compiler_options": compiler_options(one_step=one_step), "donate_argnums": 4}
+        options = {"compiler_options": compiler_options(one_step=one_step), "donate_argnums": 1}
         parts = begin_round, part_of_round, end_round
         self._begin, self._part, self._end = (compiled(part, self.program, **options) for part in parts)
         self._compiled_before = self._compiled
@@ -230,7 +233,7 @@ class Simulation(Planner):
             cohort=self.cohort_size, fetched=self.execution.client_state != "device",
         )  # fmt: skip
 
-    def _make_arrays(self, public: Any) -> None:
+    def _make_arrays(self, public: Any, data: Data | None) -> None:
         """Place what rounds read on the devices: methods and local training [E], data, and keys [E]."""
         local = [_traced(e.local) for e in self.experiments]
         configured = [
@@ -242,7 +245,7 @@ class Simulation(Planner):
             jobs, program, memory = len(self.experiments) * self.cohort_size, self.program, self.execution.stream
             rows = schedule.most_jobs(jobs, program.devices // self.owners)
             self.streamed = Streamed(self.federations, rows, program.lanes, memory, public, program.devices)
-        data = self.streamed.known if self.streamed else load_data(self.federations, public)
+        data = self.streamed.known if self.streamed else data or load_data(self.federations, public)
         keys = jnp.stack([stream_of(e.seed, ROUNDS) for e in self.experiments])
         arrays = _stack(*(method for method, _ in configured)), _stack(*local), data, keys
         self.methods, self.hyper, self.data, self.keys = distribute(arrays, self.program.devices)
@@ -303,25 +306,24 @@ class Simulation(Planner):
 
     def _in_chunks(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
         """One round, whose samples are sent in chunks, each while the device computes the one before."""
+        chunks, kept, work = self._chunked_work(state, round, plan)
+        carry: Any = None
+        data = self.data
+        for chunk in chunks:
+            data = chunk.data
+            carry = carry or self._begin(data, kept, work)
+            carry = self._part(data, carry, work, chunk.plan, chunk.first, chunk.stop)
+        outcome = carry[1]
+        rest = outcome._replace(clients=(), statistics=())
+        return self._end(data, (outcome.clients, outcome.statistics), rest, work)
+
+    def _chunked_work(self, state: State, round: int, plan: Planned) -> tuple[Iterator[Chunk], Any, Work]:
+        """The chunks of a round, its clients' states and statistics, and what the chunks share."""
         assert self.streamed
         fetched, (arrays, jobs) = self.fetch(state, plan), plan
-        chunks, number = self.streamed.chunks(arrays, jobs), np.int32(round)  # pyright: ignore[reportArgumentType] - of one device
-        chunk = next(chunks)
-        inputs = self._chunk_inputs(chunk, round)
-        carry = self._begin(*inputs, (fetched.clients, fetched.statistics), fetched.servers, jobs, number)
-        while True:
-            carry = self._part(*inputs, carry, *self._chunk_work(chunk, fetched, jobs, number))
-            if (chunk := next(chunks, None)) is None:
-                outcome = carry[1]
-                kept, rest = (outcome.clients, outcome.statistics), outcome._replace(clients=(), statistics=())
-                return self._end(*inputs, kept, fetched.servers, jobs, number, rest)
-            inputs = self._chunk_inputs(chunk, round)
-
-    def _chunk_inputs(self, chunk: Chunk, round: int) -> tuple[Any, ...]:
-        return self.methods, self.hyper_at(round), chunk.data, self.keys
-
-    def _chunk_work(self, chunk: Chunk, fetched: State, jobs: schedule.Jobs, number: np.int32) -> tuple[Any, ...]:
-        return fetched.servers, chunk.plan, jobs, number, chunk.first, chunk.stop
+        work = Work(self.methods, self.hyper_at(round), self.keys, fetched.servers, jobs, np.int32(round))
+        chunks = self.streamed.chunks(arrays, jobs)  # pyright: ignore[reportArgumentType] - of one device
+        return chunks, (fetched.clients, fetched.statistics), work
 
     def compile(self, state: State) -> jax.stages.Compiled:
         """The compiled round that `step` will use; the compiled part of a round if it goes through several chunks.
@@ -332,17 +334,11 @@ class Simulation(Planner):
         plan = self.plan(0)
         with in_sentences("compiling a round"):
             if self.chunked:
-                return self._part.lower(*self._part_arguments(state, 0, plan)).compile()
+                chunks, kept, work = self._chunked_work(state, 0, plan)
+                chunk = next(chunks)
+                carry = jax.eval_shape(self._begin, chunk.data, kept, work)
+                return self._part.lower(chunk.data, carry, work, chunk.plan, chunk.first, chunk.stop).compile()
             return self.round.lower(*self.arguments(state, 0, plan)).compile()
-
-    def _part_arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
-        """Arguments of the compiled part of a round, for the first chunk; the carry has shapes only."""
-        assert self.streamed
-        fetched, (arrays, jobs), number = self.fetch(state, plan), plan, np.int32(round)
-        chunk = next(self.streamed.chunks(arrays, jobs))  # pyright: ignore[reportArgumentType] - of one device
-        inputs, client_states = self._chunk_inputs(chunk, round), (fetched.clients, fetched.statistics)
-        carry = jax.eval_shape(self._begin, *inputs, client_states, fetched.servers, jobs, number)
-        return *inputs, carry, *self._chunk_work(chunk, fetched, jobs, number)
 
     def arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
         """Arguments of the compiled `round`."""
@@ -418,7 +414,9 @@ class Simulation(Planner):
           model, pipeline: instead of this one's.
         """
         program, experiments = self.program, [e._replace(availability=None) for e in experiments]
+        pairs = zip(experiments, self.federations, strict=False)
+        shared = len(experiments) == len(self.federations) and all(e.federation is other for e, other in pairs)
         return Simulation(
             model or program.model, experiments, pipeline=pipeline or program.pipeline, cohort=cohort,
-            tests_epochs=tests_epochs, execution=self.execution,
+            tests_epochs=tests_epochs, data=self.data._replace(public=()) if shared else None, execution=self.execution,
         )  # fmt: skip

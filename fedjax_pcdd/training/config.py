@@ -200,7 +200,8 @@ class RunConfig:
     calibrate: Literal["none", "ccvr"] = run_option("none", "evaluation",
         "calibrate the head of the last global model with all clients after training; its accuracy is ga_ccvr")
     eval_batch: int | None = run_option(None, "evaluation",
-        "batch size of evaluation; by default 100 on a CPU, else 500", low=1, high=10**6)
+        "batch size of evaluation; by default 100 on a CPU, else 500, or what all lanes train at once if that is more",
+        low=1, high=10**6)
     track: str | None = run_option(None, "evaluation",
         "what to record beside GA and PA, such as classes,angles,features,spectrum,intra,gradients; docs/analyses.md")
     track_every: int = run_option(1, "evaluation", "rounds between two records of what is tracked", low=1)

@@ -9,6 +9,7 @@ resumed run looks nowhere else, so it computes the same numbers.
 import json
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ class Kept:
 
     def write(self, timed: Timed) -> None:
         """Replace the timings that are kept, atomically."""
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = self.path.with_name(f".{self.path.name}.{secrets.randbelow(10**8)}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(as_json(Choices(tuple(timed.items()))), indent=1), encoding="utf-8")

@@ -9,7 +9,10 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedjax_pcdd.data import augment
+from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, count_devices, products, select_device
 from fedjax_pcdd.engine.execution import Execution
@@ -68,13 +71,14 @@ class Setup:
     Attributes:
       config: configuration of the first experiment; the others differ only in what may differ within a program.
       federations: clients' data of each experiment [E].
-      simulation: the simulation with one lane.
+      simulation: the simulation with one lane, later the one that trains.
       methods: method of each experiment [E], as the simulation uses it.
       convolutions: forms of convolutions timed on the device, None for those of the packaged table.
       pace: of all experiments' checkpoints, where no other interval is asked for.
     """
 
     convolutions: Choices | None = None
+    simulation: Any = None
 
     def __init__(self, pairs: Sequence[Pair], given: Given = NOTHING):
         """Build everything except the compiled programs; UserError for settings that cannot work."""
@@ -144,21 +148,32 @@ class Setup:
         (config, method), federation = self.pairs[0], self.federations[0]
         private, plain = self.pipelines()
         experiments = [
-            Experiment(data, m, local_training(c, m), c.seed, availability=who_is_there(c, data.num_clients))
-            for (c, m), data in zip(self.pairs, self.federations, strict=True)
+            Experiment(data, m, local_training(c, m), c.seed, availability=available)
+            for (c, m), data, available in zip(self.pairs, self.federations, self._availability, strict=True)
         ]
         model = config.model or default_model(federation.dataset) if self.given.model is None else self.given.model
         if isinstance(model, list | tuple):
             raise UserError(f"{config.method} trains one model: give that, not several.")
         return Simulation(
             built(method, self.in_form(build_model(config, model, federation.dataset))), experiments,
-            public=(public_images(config, federation), plain) if method.traits().public else None,
-            pipeline=private, cohort=config.cohort or federation.num_clients, **self._settings(),
+            public=(self.public, plain) if method.traits().public else None,
+            data=self.simulation and self.simulation.data, pipeline=private,
+            cohort=config.cohort or federation.num_clients, **self._settings(),
             execution=replace(
                 self._execution(lanes), devices=count_devices(config.devices), client_state=config.client_state,
                 stream=self._stream,
             ),
         )  # fmt: skip
+
+    @cached_property
+    def public(self) -> np.ndarray:
+        """Unlabelled public images [N, H, W, channels]."""
+        return public_images(self.config, self.federations[0])
+
+    @cached_property
+    def _availability(self) -> list[Availability | None]:
+        """Which clients are there in a round, of each experiment [E]."""
+        return [who_is_there(c, data.num_clients) for (c, _), data in zip(self.pairs, self.federations, strict=True)]
 
     @cached_property
     def _stream(self) -> int | None:
@@ -267,8 +282,10 @@ class Setup:
         lanes = noted["lanes"] if noted else self.config.lanes
         if lanes == "auto":
             jobs = len(self.pairs) * (self.config.cohort or self.federations[0].num_clients)
-            return self.with_fastest_lanes(state, jobs)
-        return self._with_lanes(lanes)
+            self.simulation = self.with_fastest_lanes(state, jobs)
+        else:
+            self.simulation = self._with_lanes(lanes)
+        return self.simulation
 
     def _with_lanes(self, lanes: int) -> Any:
         return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation

@@ -7,6 +7,7 @@ Letters: K participants, D = K domains, C classes.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -68,19 +69,24 @@ class ParticipantSetup(Setup):
     def make(self, lanes: int) -> Groups:
         """The groups of equal architectures."""
         (config, method), federation = self.pairs[0], self.federations[0]
-        labels = build.public_labels(config) if method.traits().transfer_epochs else None
+        labels = self.public_labels if method.traits().transfer_epochs else None
         self.check_options(method)
         models = [
             self.in_form(build.build_model(config, architecture, federation.dataset)) for architecture in self.models()
         ]
         (private, pipeline), public = self.pipelines(), None
         if method.traits().needs_public:
-            public = Public(build.public_images(config, federation), pipeline, config.public_batch)
+            public = Public(self.public, pipeline, config.public_batch)
         return Groups(
             models, federation, method, build.local_training(config, method), seed=config.seed, epochs=self.epochs,
             public=public, public_labels=labels, pipeline=private, execution=self._execution(lanes),
             **self._settings(),
         )  # fmt: skip
+
+    @cached_property
+    def public_labels(self) -> np.ndarray:
+        """Labels [N] of the public images."""
+        return build.public_labels(self.config)
 
     def models(self) -> list[Any]:
         """The architecture of each participant, as a name or the object that was given."""

@@ -22,7 +22,7 @@ DRAWN = {
     "bars": lambda path: draw_bars({ODD: {f"{ODD}{i}": [0.5, 0.4] for i in range(20)}}, ["a", "b"], path),
     "burdens": lambda path: draw_burdens([Burden(ODD, 1, 1, 0.5)], path),
     "ranks": lambda path: draw_ranks([ODD, "b"], ranks(np.array([[[0.2]], [[0.1]]])), path),
-    "curves": lambda path: draw_curves(ROUNDS, path, ODD),
+    "curves": lambda path: draw_curves(ROUNDS, path, ODD, {"ga": 1, "pa": None}),
     "heat map": lambda path: heat_maps([Map(ODD, np.ones((2, 3), int), [ODD, "b", "c"])], path),
 }
 

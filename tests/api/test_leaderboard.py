@@ -284,6 +284,7 @@ def test_the_second_score_decides_between_trials_equal_in_the_first():
     assert leaderboard._best(outcomes, ["ga"]) == 0
     assert leaderboard._best(outcomes, ["ga", "pa"]) == 1
     assert leaderboard._best(outcomes[3:], ["ga", "pa"]) == 0
+    assert leaderboard._best([outcomes[3], {"loss": -2.0}], ["loss"]) == 1
     with pytest.raises(UserError, match="a run has no 'PA' in its summary: name another entry"):
         leaderboard._best(outcomes, ["ga", "PA"])
 

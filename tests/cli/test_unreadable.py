@@ -74,6 +74,22 @@ def test_a_path_that_is_too_long_counts_as_missing(tmp_path, capsys):
         fp.from_folder(LONG)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dataset=~nobody/a.npz"],
+        ["--dataset=~nobody"],
+        ["--dataset=cifar10", "--data-dir=~nobody"],
+        ["--partition=~nobody/a.npz"],
+        ["--availability=~nobody/a.npz"],
+        ["--initial-weights=~nobody/a.npz"],
+    ],
+)
+def test_a_home_folder_that_does_not_exist_is_not_found_like_any_other(options, capsys):
+    assert main(["run", *options]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_report_names_the_folders_that_it_cannot_enter(tmp_path, closed, capsys):
     write_run(tmp_path / "a")
     assert [record.path.name for record in collect([tmp_path])] == ["a"]

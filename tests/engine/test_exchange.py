@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import struct
 from participants import ALONE, ONE, SGD, arrays, assert_close, assert_equal, exchanged, row, same
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
@@ -94,6 +95,33 @@ def test_augmented_public_images_change_the_exchange():
     plain = exchanged(toy.groups("fedmd", necks=ONE, **SGD))
     flipped = exchanged(toy.groups("fedmd", necks=ONE, public=Pipeline(flip=True), **SGD))
     assert not same(plain, flipped)
+
+
+@struct.dataclass
+class Headed(METHODS["fedmd"]):
+    """FedMD whose heads stand still."""
+
+    def trainable(self, params, context):
+        return {name: jax.tree.map(lambda _, name=name: name != "head", part) for name, part in params.items()}
+
+
+@struct.dataclass
+class Terse(METHODS["fedmd"]):
+    def imitate(self, variables, batch, context):
+        return super().imitate(variables, batch, context)[0]
+
+
+def test_what_stands_still_does_not_count_in_the_norm_that_is_clipped():
+    groups = toy.groups(method=Headed(), necks=ONE, images=8, clip=1e-3, **SGD)
+    before, after = (arrays(clients)[0]["params"] for clients in (groups.start().clients, exchanged(groups)))
+    assert_equal(before["head"], after["head"])
+    moved = jax.tree.map(lambda old, new: ((new - old) ** 2).reshape(5, -1).sum(1), before, after)
+    np.testing.assert_allclose(np.sqrt(sum(jax.tree.leaves(moved))), SGD["lr"] * 1e-3, rtol=1e-3)
+
+
+def test_what_imitate_returns_is_checked():
+    with pytest.raises(UserError, match=r"Terse\.imitate must return a tuple \(anything, anything\), not"):
+        exchanged(toy.groups(method=Terse(), necks=ONE))
 
 
 @pytest.mark.thorough

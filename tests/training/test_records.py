@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from fedjax_pcdd.analysis.curves import draw_curves
-from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.errors import UserError, at_once, failed_write
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training import progress
 from fedjax_pcdd.training.folder import CONFIG, RunFolder
@@ -151,6 +152,15 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     assert folder.read_json("summary.json") == {"ga": 1}
 
 
+def test_writers_with_equal_process_numbers_do_not_publish_each_others_files(folder):
+    path = folder.path / "summary.csv"  # of a sweep on a shared file system
+    with at_once(path) as one, at_once(path) as other:
+        one.write_text("whole")
+        other.write_text("ha")
+    assert path.read_text() == "whole"
+    assert [entry.name for entry in folder.path.iterdir() if "summary" in entry.name] == ["summary.csv"]
+
+
 @pytest.mark.parametrize(("number", "advice"), [(28, "free some"), (27, "raise that limit")])
 def test_the_error_of_a_full_disk_says_what_to_do(tmp_path, number, advice):
     error = OSError(number, "")
@@ -168,8 +178,16 @@ def test_curves_are_drawn_with_missing_values_and_any_number_of_rounds(tmp_path,
         {"round": r, "ga": None if r % 2 else r / 100, "pa": None, "loss": 1 / r if r != 7 else float("nan")}
         for r in range(1, rounds + 1)
     ]
-    draw_curves(rows, tmp_path / "curves.png", "a title")
+    draw_curves(rows, tmp_path / "curves.png", "a title", {"ga": 2, "pa": None})
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_marks_the_rounds_that_were_chosen(tmp_path):
+    rows = [{"round": r, "ga": ga, "pa": ga, "loss": 1.0} for r, ga in [(1, 0.8), (2, 0.9), (3, 0.7)]]
+    draw_curves(rows, tmp_path / "curves.svg", "a title", {"ga": 1, "pa": None})
+    names = re.findall(r"<!-- (.*) -->", (tmp_path / "curves.svg").read_text())
+    assert "best 80.00 (round 1)" in names
+    assert not [name for name in names if "90.00" in name]
 
 
 def test_the_machine_is_described_in_json(folder):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedjax_pcdd as fp
+from fedjax_pcdd.api import records
 from fedjax_pcdd.api.runs import run
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import sources
@@ -109,7 +110,9 @@ def test_several_architectures_refuse_validation_samples():
 
 
 @pytest.mark.thorough
-def test_a_run_records_validation_and_its_best_round_is_chosen_by_it(tmp_path):
+def test_a_run_records_validation_and_its_best_round_is_chosen_by_it(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(records, "draw_curves", lambda rows, path, title, best: drawn.update(best))
     options = {"rounds": 4, "validation": 0.2, "select_on": "validation", "clients": 3, "lr": 0.1, "quiet": True}
     run(*build(SHORT | options | {"run_dir": tmp_path / "run"}))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -118,6 +121,7 @@ def test_a_run_records_validation_and_its_best_round_is_chosen_by_it(tmp_path):
     assert summary["selected_on"] == "validation"
     assert (summary["ga_best"], summary["ga_best_round"]) == (chosen["ga"], chosen["round"])
     assert summary["ga_validation_best"] == chosen["ga_validation"]
+    assert drawn == {"ga": chosen["round"], "pa": max(rows, key=lambda row: row["pa_validation"])["round"]}
     assert {"validation", "train"} <= set(np.load(tmp_path / "run/partition.npz"))
 
 
