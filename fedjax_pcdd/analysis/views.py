@@ -86,9 +86,8 @@ def class_means(view: View) -> tuple[jax.Array, jax.Array]:
         total, counts = client_batches(sums, samples, view.row, program.train_pass)
     else:
         all_samples = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
-        batch = program.eval_batch
-        template = jax.eval_shape(sums, jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool))
-        total, counts = sum_over_samples(sums, all_samples, 0, samples.labels.shape[0], Pass(batch), template)
+        number, how = samples.labels.shape[0], Pass(program.eval_batch)
+        total, counts = sum_over_samples(sums, all_samples, 0, number, how)
     return total / jnp.maximum(counts, 1)[:, None], counts
 
 

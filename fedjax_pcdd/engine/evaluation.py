@@ -44,10 +44,8 @@ def evaluation_batch(trained: int) -> int:
     return 100 if jax.default_backend() == "cpu" else max(500, trained)
 
 
-def client_batches(function: Callable, samples: Samples, row, how: Pass) -> Tree:
-    """Sum of function(index, mask) over the samples of one row, in batches as `how` says."""
-    index = jax.ShapeDtypeStruct((how.batch,), jnp.int32)
-    template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((how.batch,), bool))
+def client_batches(function: Callable, samples: Samples, row, how: Pass, template: Tree = None) -> Tree:
+    """Sum of function(index, mask) over the samples of one row, in batches as `how` says; see `sum_over_samples`."""
     return sum_over_samples(function, samples, start_of(samples, row), at(samples.size, row), how, template)
 
 
@@ -148,8 +146,7 @@ def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
 def on_own_tests(predict: Callable, program: Program, samples: Samples, row) -> jax.Array:
     """Correct predictions per class [C] on the test samples of a row's client."""
     template = jax.ShapeDtypeStruct((program.counts,), jnp.int32)
-    start, size, how = start_of(samples, row), at(samples.size, row), program.test_pass
-    return sum_over_samples(counted(predict, program, samples), samples, start, size, how, template)
+    return client_batches(counted(predict, program, samples), samples, row, program.test_pass, template)
 
 
 def on_whole_test(predict: Callable, program: Program, samples: Samples, models: int, devices: int = 1) -> jax.Array:

@@ -307,13 +307,13 @@ def facts_of(program: Program, data: Data, row) -> Facts:
     return Facts(row % clients, *client_data, all_counts)
 
 
-def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pass, template: Tree) -> Tree:
+def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pass, template: Tree = None) -> Tree:
     """Sum of function(index [B], mask [B]) over `size` entries of samples.order from `start`, in m batches.
 
     A batch takes every m-th entry, so a list sorted by class gives mixed batches, and none is nearly empty.
 
     Args:
-      template: shapes and dtypes of the function's result.
+      template: shapes and dtypes of the function's result, which is traced once more to learn them if this is None.
     """
     batch, turns = how
     batches = turns or (size + batch - 1) // batch
@@ -326,4 +326,6 @@ def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pas
 
     if turns == 1:
         return part(0)
+    if template is None:
+        template = jax.eval_shape(part, 0)
     return jax.lax.fori_loop(0, batches, lambda i, total: jax.tree.map(jnp.add, total, part(i)), zeros_like(template))

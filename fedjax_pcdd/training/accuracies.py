@@ -103,15 +103,15 @@ class Accuracies(Callback):
         total = np.bincount(federation.dataset.y_test, minlength=classes)
         all_correct = np.asarray(counts.generic)[:1] if run.traits.global_model else np.asarray(counts.local)
         correct = all_correct[:, :classes]  # of the global model, or of each client's model
-        shares = accuracy(correct.sum(1), np.full(len(correct), total.sum()))
+        shares = accuracy(correct.sum(1), total.sum())
         if not run.traits.global_model:
             ga_local = shares
         run.history.update_best(ga_local)
         row = {"ga": float(shares.mean()), "ga_per_class": plain(accuracy(correct.mean(0), total))}
-        row["ga_balanced"] = float(balanced(correct, np.broadcast_to(total, correct.shape)).mean())
+        row["ga_balanced"] = float(balanced(correct, total).mean())
         if federation.validation is not None:
-            validation_sizes = np.full(len(all_correct), len(federation.validation.flat))
-            row["ga_validation"] = float(accuracy(all_correct[:, classes:].sum(1), validation_sizes).mean())
+            on_validation = all_correct[:, classes:].sum(1)
+            row["ga_validation"] = float(accuracy(on_validation, len(federation.validation.flat)).mean())
         return {**row, **further(run, counts.further)}
 
     def _loss(self, run: Run, report: RoundReport) -> float | None:
@@ -199,4 +199,4 @@ def further(run: Run, correct: dict[str, Any]) -> dict[str, float]:
     """Accuracy `ga_<name>` on the whole test set of each further server model, from its correct predictions [1, C]."""
     dataset = run.federation.dataset
     totals = {name: np.array(counts)[0, : dataset.num_classes].sum() for name, counts in correct.items()}
-    return {f"ga_{name}": float(accuracy(count, np.array(len(dataset.y_test)))) for name, count in totals.items()}
+    return {f"ga_{name}": float(accuracy(count, len(dataset.y_test))) for name, count in totals.items()}

@@ -64,7 +64,7 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned]
     state = state._replace(servers=servers)  # not the servers of the last portion
     classes = federations[0].dataset.num_classes  # later columns are of validation samples
     local = tuner.evaluator.personal(state, own=False)[:, :classes].sum(1)
-    ga = accuracy(local, np.full(local.shape, len(federations[0].dataset.y_test)))
+    ga = accuracy(local, len(federations[0].dataset.y_test))
     return pa, ga.reshape(len(federations), -1)
 
 
@@ -165,5 +165,5 @@ def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
         state, _ = calibrator.step(state, round)
     classes = simulation.program.setting.num_classes  # later columns are of validation samples
     correct = np.array(calibrator.general(state)[1]["ccvr"])[:, :classes].sum(1)
-    samples = np.full(len(correct), len(simulation.federations[0].dataset.y_test))
-    return [{"ga_ccvr": float(ga)} for ga in accuracy(correct, samples)]
+    tests = len(simulation.federations[0].dataset.y_test)
+    return [{"ga_ccvr": float(ga)} for ga in accuracy(correct, tests)]

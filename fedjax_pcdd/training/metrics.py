@@ -28,14 +28,14 @@ CLIENTS = ("pa_clients", "best_pa_clients", "ga_of_best", "ga_clients")
 MOST_WRITTEN = 10_000  # clients; with more, a run writes only the accuracies that changed
 
 
-def accuracy(correct: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Share of correct answers, NaN where there are no samples; both of the same shape."""
+def accuracy(correct: np.ndarray, samples: np.ndarray | int) -> np.ndarray:
+    """Share of correct answers, NaN where there are no samples; `samples` broadcasts to the shape of `correct`."""
     correct, samples = np.asarray(correct, float), np.asarray(samples, float)
     return np.divide(correct, samples, out=np.full(correct.shape, np.nan), where=samples > 0)
 
 
 def balanced(correct: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Mean recall [..] over the classes that occur in the test samples [.., C]; NaN where none does."""
+    """Mean recall [..] over the classes that occur in the test samples [.., C] or [C]; NaN where none does."""
     recall = accuracy(correct, samples)
     return accuracy(np.nansum(recall, -1), (~np.isnan(recall)).sum(-1))
 

@@ -233,8 +233,7 @@ class DomainAccuracies(Accuracies):
         intra, inter = intra_and_inter(shares[:, :, top])
         row |= {"pa": float(intra.mean()), "ga": float(inter.mean()), **spread(intra)}
         row["intra"], row["inter"] = plain(intra), plain(inter)
-        tests = np.broadcast_to(run.federation.test_class_counts, correct[:, :, top].shape)
-        balanced_shares = intra_and_inter(balanced(correct[:, :, top], tests))
+        balanced_shares = intra_and_inter(balanced(correct[:, :, top], run.federation.test_class_counts))
         row["pa_balanced"], row["ga_balanced"] = (float(values.mean()) for values in balanced_shares)
         row |= further(run, run.simulation.general(run.state)[1])
         run.history.update_clients(np.arange(len(intra)), intra)
@@ -300,7 +299,7 @@ def domain_shares(run: Run) -> np.ndarray:
 
 def _shares(run: Run, correct: np.ndarray) -> np.ndarray:
     """The same from correct predictions [K, D, 2, C]."""
-    return accuracy(correct.sum(-1), np.broadcast_to(run.federation.test_sizes[None, :, None], correct.shape[:3]))
+    return accuracy(correct.sum(-1), run.federation.test_sizes[:, None])
 
 
 def intra_and_inter(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
