@@ -19,8 +19,9 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, shortened
 from fedjax_pcdd.methods import Traits
 from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.training.advice import unused
 from fedjax_pcdd.training.build import federate
-from fedjax_pcdd.training.config import RUN, RunConfig, unused
+from fedjax_pcdd.training.config import RUN, RunConfig
 from fedjax_pcdd.training.fields import convert
 
 _LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # data set -> options that load it again

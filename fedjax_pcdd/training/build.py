@@ -118,23 +118,6 @@ def build_model(config: RunConfig, model: Any, dataset: Dataset) -> Classifier:
     return model.clone(neck=config.neck) if config.neck else model
 
 
-def about_neck(neck: int, model: Any) -> list[str]:
-    """A sentence if the method made another neck than the option `neck` asks for; else none, as for FML's pair."""
-    actual = getattr(model, "neck", neck)
-    return [] if neck in (0, actual) else [f"`neck={neck}` has no effect: the method chooses the neck."]
-
-
-def about_norms(bn: str, model: Classifier, image_shape: tuple[int, ...]) -> list[str]:
-    """A sentence if the option `bn` has nothing to change in the model; else no sentence."""
-    changes = {
-        "average": True,
-        "group": models.normalises(model, image_shape),
-        "local": models.uses_batch_norm(model, image_shape),
-        "local-layers": bool(models.normalisation_params(model, image_shape)),
-    }
-    return [] if changes[bn] else [f"`bn={bn}` has no effect: the model has no such norms."]
-
-
 def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
     shared = {field.name: getattr(config, field.name) for field in fields(Local) if hasattr(config, field.name)}

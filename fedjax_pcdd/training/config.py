@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from fedjax_pcdd.data.partition import CLIENTS, asked_for, check_name, has_clients
+from fedjax_pcdd.data.partition import CLIENTS, check_name, has_clients
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.registry import recall, short_name
 from fedjax_pcdd.training.fields import (
@@ -27,7 +27,7 @@ from fedjax_pcdd.training.fields import (
 )  # fmt: skip
 
 if TYPE_CHECKING:  # methods load JAX, which options do not need
-    from fedjax_pcdd.methods import Method, Traits
+    from fedjax_pcdd.methods import Method
 
 GROUPS = {
     "data": "The data set and how it is divided among the clients.",
@@ -398,56 +398,6 @@ def partition_tag(options: Mapping[str, Any]) -> str:
         case "quantity":
             return f"quantity{options['beta']:g}"
     return short_name(options["partition"])
-
-
-def unused(config: RunConfig, traits: "Traits") -> list[str]:
-    """A sentence for each option without effect, because it is read only under another value of another option."""
-    extended = "extended_dirichlet"
-    public = (config.method,) if traits.needs_public or config.task else ()  # methods of a task share its images
-    exchanged = (config.method,) if traits.exchange != "never" or config.task else ()
-    pretrains = config.pretrain_epochs or traits.transfer_epochs or config.task  # a task has epochs of its own
-    parameters = asked_for(config.partition)
-
-    def of_partitions(*kinds: str, parameter: str) -> tuple[str, tuple[Any, ...]]:
-        partitions = kinds if parameters is None else (config.partition,) if parameter in parameters else ()
-        return "partition", partitions
-
-    def where_given(name: str) -> tuple[str, tuple[Any, ...]]:
-        return name, (value,) if (value := getattr(config, name)) else ()
-
-    readers = {  # the option that each depends on, and the values of that option that read it
-        "beta": of_partitions("dirichlet", extended, "quantity", parameter="beta"),
-        "classes_per_client": of_partitions("pcdd", extended, parameter="classes_per_client"),
-        "doubled": of_partitions("pcdd", parameter="doubled"), "retry": of_partitions("dirichlet", parameter="retry"),
-        "min_samples": of_partitions("dirichlet", "quantity", parameter="min_size"),
-        "data_memory": ("data", ("auto", "stream")),
-        "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)), "augment": ("task", (None,)),
-        "lr_decay": where_given("lr_steps"), "task_split": where_given("task"),
-        "track_every": where_given("track"), "track_local": where_given("track"),
-        "patience": where_given("coordinator"),
-        "public": ("method", public), "public_samples": ("method", public), "public_batch": ("method", exchanged),
-        "pretrain_batch_size": ("pretrain_epochs", (config.pretrain_epochs,) if pretrains else ()),
-    }  # fmt: skip
-    if config.partition == "dirichlet" and not config.retry:
-        readers["min_samples"] = "retry", (True,)
-    if config.optimizer == "sgd":
-        readers["optimizer_state"] = where_given("momentum")
-    if traits.epochs is not None and config.local_epochs is not None:
-        readers["local_epochs"] = "method", ()
-    if config.fine_tune_epochs and not traits.fine_tunes:
-        readers["fine_tune_epochs"] = "method", ()
-    late = [str(step) for step in rounds_of(config.lr_steps) if step >= config.rounds]
-    sentences = [f"`lr_steps`: a step after {' or '.join(late)} of {config.rounds} rounds has no effect."] * bool(late)
-    if config.profile and config.rounds == 1:
-        sentences.append("`profile` has no effect on a single round: the second and third are traced.")
-    changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
-    return sentences + [
-        f"`{name}={value if isinstance(value, str) else f'{value:g}'}` has no effect "
-        + (f"with `{other}={used}`." if used else f"without `{other}`.")
-        for name, value in changed.items()
-        for other, effective in [readers[name]]
-        if (used := getattr(config, other)) not in effective and not (other == "partition" and config.task)
-    ]
 
 
 def run_folder(config: RunConfig) -> Path:

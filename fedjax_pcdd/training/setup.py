@@ -27,9 +27,8 @@ from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
+from fedjax_pcdd.training.advice import about_neck, about_norms, unused
 from fedjax_pcdd.training.build import (
-    about_neck,
-    about_norms,
     build_model,
     default_model,
     federate,
@@ -40,7 +39,7 @@ from fedjax_pcdd.training.build import (
     who_is_there,
 )
 from fedjax_pcdd.training.checkpoint import Pace
-from fedjax_pcdd.training.config import RunConfig, unused
+from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.device_choices import convolutions_of
 from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration, from_global, from_last, global_models
 from fedjax_pcdd.training.folder import RunFolder

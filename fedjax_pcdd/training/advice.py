@@ -1,0 +1,89 @@
+"""What a user should know before a run begins: options that have no effect with the others, the method or the model."""
+
+from typing import Any
+
+from fedjax_pcdd import models
+from fedjax_pcdd.data.partition import asked_for
+from fedjax_pcdd.methods import Traits
+from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.training.config import RunConfig, rounds_of
+
+Reader = tuple[str, tuple[Any, ...]]  # an option that another depends on, and the values of it that read the other
+
+
+def unused(config: RunConfig, traits: Traits) -> list[str]:
+    """A sentence for each option without effect, because it is read only under another value of another option."""
+    readers = _readers(config, traits)
+    changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
+    return _too_late(config) + [
+        f"`{name}={value if isinstance(value, str) else f'{value:g}'}` has no effect "
+        + (f"with `{other}={used}`." if used else f"without `{other}`.")
+        for name, value in changed.items()
+        for other, effective in [readers[name]]
+        if (used := getattr(config, other)) not in effective and not (other == "partition" and config.task)
+    ]
+
+
+def _too_late(config: RunConfig) -> list[str]:
+    """Sentences about what would take place in rounds that the run does not have."""
+    late = [str(step) for step in rounds_of(config.lr_steps) if step >= config.rounds]
+    sentences = [f"`lr_steps`: a step after {' or '.join(late)} of {config.rounds} rounds has no effect."] * bool(late)
+    if config.profile and config.rounds == 1:
+        sentences.append("`profile` has no effect on a single round: the second and third are traced.")
+    return sentences
+
+
+def _readers(config: RunConfig, traits: Traits) -> dict[str, Reader]:
+    """What each option depends on."""
+    extended = "extended_dirichlet"
+    public = (config.method,) if traits.needs_public or config.task else ()  # methods of a task share its images
+    exchanged = (config.method,) if traits.exchange != "never" or config.task else ()
+    pretrains = config.pretrain_epochs or traits.transfer_epochs or config.task  # a task has epochs of its own
+    parameters = asked_for(config.partition)
+
+    def of_partitions(*kinds: str, parameter: str) -> Reader:
+        partitions = kinds if parameters is None else (config.partition,) if parameter in parameters else ()
+        return "partition", partitions
+
+    def where_given(name: str) -> Reader:
+        return name, (value,) if (value := getattr(config, name)) else ()
+
+    readers = {
+        "beta": of_partitions("dirichlet", extended, "quantity", parameter="beta"),
+        "classes_per_client": of_partitions("pcdd", extended, parameter="classes_per_client"),
+        "doubled": of_partitions("pcdd", parameter="doubled"), "retry": of_partitions("dirichlet", parameter="retry"),
+        "min_samples": of_partitions("dirichlet", "quantity", parameter="min_size"),
+        "data_memory": ("data", ("auto", "stream")),
+        "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)), "augment": ("task", (None,)),
+        "lr_decay": where_given("lr_steps"), "task_split": where_given("task"),
+        "track_every": where_given("track"), "track_local": where_given("track"),
+        "patience": where_given("coordinator"),
+        "public": ("method", public), "public_samples": ("method", public), "public_batch": ("method", exchanged),
+        "pretrain_batch_size": ("pretrain_epochs", (config.pretrain_epochs,) if pretrains else ()),
+    }  # fmt: skip
+    if config.partition == "dirichlet" and not config.retry:
+        readers["min_samples"] = "retry", (True,)
+    if config.optimizer == "sgd":
+        readers["optimizer_state"] = where_given("momentum")
+    if traits.epochs is not None and config.local_epochs is not None:
+        readers["local_epochs"] = "method", ()
+    if config.fine_tune_epochs and not traits.fine_tunes:
+        readers["fine_tune_epochs"] = "method", ()
+    return readers
+
+
+def about_neck(neck: int, model: Any) -> list[str]:
+    """A sentence if the method made another neck than the option `neck` asks for; else none, as for FML's pair."""
+    actual = getattr(model, "neck", neck)
+    return [] if neck in (0, actual) else [f"`neck={neck}` has no effect: the method chooses the neck."]
+
+
+def about_norms(bn: str, model: Classifier, image_shape: tuple[int, ...]) -> list[str]:
+    """A sentence if the option `bn` has nothing to change in the model; else no sentence."""
+    changes = {
+        "average": True,
+        "group": models.normalises(model, image_shape),
+        "local": models.uses_batch_norm(model, image_shape),
+        "local-layers": bool(models.normalisation_params(model, image_shape)),
+    }
+    return [] if changes[bn] else [f"`bn={bn}` has no effect: the model has no such norms."]
