@@ -15,7 +15,7 @@ def imported_files(file: Path) -> dict[Path, str]:
     root, package = file.parent, ""
     while (root / "__init__.py").exists():
         root, package = root.parent, root.name
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     unread = [file]
     while unread:
         importing = unread.pop()
@@ -23,10 +23,10 @@ def imported_files(file: Path) -> dict[Path, str]:
             if base == root and (parts[0] == PACKAGE or package not in ("", parts[0])):
                 continue
             for path in _files_of(base, parts):
-                if path not in found and path != file:
-                    found[path] = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+                if path not in names and path != file:
+                    names[path] = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
                     unread.append(path)
-    return found
+    return names
 
 
 def _imports(file: Path, root: Path) -> Iterator[tuple[Path, list[str]]]:

@@ -54,7 +54,7 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...], pub
       method: with its hyper-parameters.
       model: the plain model, before `Method.build`.
       image_shape: (H, W, channels).
-      public: N; for a run as counted by `training.build.spoken_of`.
+      public: N; for a run as counted by `training.build.public_outputs`.
     """
     simulated = _simulation(method, model, image_shape, public)
     method, (job, server, client, lane, sent) = select(simulated.methods, 0), _traced(simulated)

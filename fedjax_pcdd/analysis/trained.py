@@ -28,7 +28,7 @@ from fedjax_pcdd.trees import select
 # a function of prepared images.
 Look = Callable[[Data, Tree, Tree, jax.Array, Callable[[jax.Array], jax.Array]], Tree]
 
-STEPS = "steps"  # collection of a watched client's variables
+STEPS = "steps"  # collection of a observed client's variables
 
 
 class Steps(NamedTuple):
@@ -57,7 +57,7 @@ class Steps(NamedTuple):
 
 
 @struct.dataclass
-class Watched(Method):
+class Observed(Method):
     """The local training of another method; it uploads the result of `look`, which may read the data.
 
     With `of_steps` the variables passed to `look` have a collection `STEPS`, which the other method never sees.
@@ -144,11 +144,11 @@ def look_after_training(
       look: the function to apply.
       methods, hyper, data, keys, sent: as a `Simulation` passes them to its round.
       state: before the round, as fetched for these jobs.
-      of_steps: whether `look` also gets the statistics of the steps, see `Watched`.
+      of_steps: whether `look` also gets the statistics of the steps, see `Observed`.
     """
     program, (plan, jobs, round) = replace(program, in_place=False), opened(sent)  # the state stays as it is
-    watched = Watched(methods, jax.tree.map(lambda x: x[None], data), look, of_steps)
-    inputs = inputs_of(watched, hyper, data, keys, state.servers, jobs, round)
+    observed = Observed(methods, jax.tree.map(lambda x: x[None], data), look, of_steps)
+    inputs = inputs_of(observed, hyper, data, keys, state.servers, jobs, round)
     return run_lanes(program, inputs, state, plan).message.each
 
 

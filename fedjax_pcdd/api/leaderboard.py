@@ -23,7 +23,7 @@ from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.standings import MEASURES, SECONDS
-from fedjax_pcdd.training.build import build_model, load, spoken_of
+from fedjax_pcdd.training.build import build_model, load, public_outputs
 from fedjax_pcdd.training.fields import load_mapping, read_text, write_text
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.outside import origins_of
@@ -227,7 +227,7 @@ def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, st
     config, method = configure(options(plan, cell, trial, 0, more))
     dataset = load(config)
     model, shape = build_model(config, cell.network, dataset), dataset.x_train.shape[1:]
-    counts = traffic(method, model, shape, spoken_of(config, method))
+    counts = traffic(method, model, shape, public_outputs(config, method))
     return counts.up + counts.down
 
 

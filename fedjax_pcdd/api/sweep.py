@@ -94,7 +94,7 @@ class Sweep:
             raise UserError(f"{folder} is the folder of a run: choose another one for the sweep.")
         self.folder, self._failed, self._planned = folder, failed, planned
         self.results: dict[str, Result | UserError] = {}
-        self._say, self._said = say, set()
+        self._say, self._told = say, set()
         self._most: dict[Hashable, int] = {}  # limit on experiments in one program, by the program's key
         self._data: dict[Hashable, tuple[str, Path]] = {}  # of finished experiments: digest of the data, and the folder
         self._known = {name: self._failure(name) for name in self._planned}  # failures of earlier sweeps
@@ -234,8 +234,8 @@ class Sweep:
             bar.end(name)
 
     def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
+        if sentence not in self._told:
+            self._told.add(sentence)
             self._say(sentence)
 
     def _conclude(self, name: str, result: Result | UserError) -> None:

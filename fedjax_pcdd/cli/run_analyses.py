@@ -19,7 +19,7 @@ from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import PARTITION, data_of, differing, newest
 from fedjax_pcdd.report.tables import Cell, markdown, over_seeds, shown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
-from fedjax_pcdd.training.build import build_model, default_model, spoken_of
+from fedjax_pcdd.training.build import build_model, default_model, public_outputs
 from fedjax_pcdd.training.config import RUN, parse_config
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.progress import with_pa_named
@@ -101,7 +101,8 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
     (name, *others) = dict.fromkeys((config.models or config.model or default_model(dataset)).split(","))
     if others:
         raise UserError(f"{record.path} has participants with different models, which are not counted: leave it out.")
-    counts = counted(method, build_model(config, name, dataset), dataset.x_train.shape[1:], spoken_of(config, method))
+    model, shape = build_model(config, name, dataset), dataset.x_train.shape[1:]
+    counts = counted(method, model, shape, public_outputs(config, method))
     names = ("up", "down", "client", "held")
     cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
     return counts, {field: in_words(getattr(counts, field), counts, dataset.num_classes) for field in names}, cohort

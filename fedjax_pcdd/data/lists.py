@@ -130,9 +130,9 @@ def check_labels(path: str | Path, *labels: np.ndarray) -> None:
     recorded = read_arrays(path, (LABELS,)).get(LABELS)
     if recorded is None or np.array_equal(recorded, current := _checksums(labels)):
         return
-    made, here = (f"{train} training and {test} test samples" for train, test in (recorded[:, 0], current[:, 0]))
+    made, present = (f"{train} training and {test} test samples" for train, test in (recorded[:, 0], current[:, 0]))
     raise UserError(
-        f"{path} was made for other labels ({made}; here are {here}): use the data set, `train_samples`, "
+        f"{path} was made for other labels ({made}; here are {present}): use the data set, `train_samples`, "
         "`test_samples`, `seed` and, if it was `natural`, `clients` with which it was made."
     )
 

@@ -307,8 +307,8 @@ def _ours(names: Names, key: Key, parts: Sequence[str], runs: Mapping, rule: Rul
         return cells[TARGET_METRICS.index(metric)]
     by_seed = [{run.seed: run for run in runs.get((names, part), ())} for part in parts]
     joint = [[part[seed] for part in by_seed] for seed in by_seed[0] if all(seed in part for part in by_seed)]
-    found = [[x for run in seed_runs if (x := measured(run, metric)) is not None] for seed_runs in joint]
-    means = [sum(values) / len(parts) if len(values) == len(parts) else None for values in found]
+    measurements = [[x for run in seed_runs if (x := measured(run, metric)) is not None] for seed_runs in joint]
+    means = [sum(values) / len(parts) if len(values) == len(parts) else None for values in measurements]
     return over_seeds(means, [tuple(zip(*map(_origin, seed_runs), strict=True)) for seed_runs in joint])
 
 

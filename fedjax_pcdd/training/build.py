@@ -88,7 +88,7 @@ def validated(config: RunConfig, federation: Federation) -> Federation:
     return result
 
 
-def who_is_there(config: RunConfig, clients: int) -> Availability | None:
+def availability_of(config: RunConfig, clients: int) -> Availability | None:
     """The availability of the clients; None if all are always available."""
     source = config.availability
     file = source if source in (None, "model") else str(located(source))
@@ -143,7 +143,7 @@ def public_images(config: RunConfig, federation: Federation) -> np.ndarray:
     return images if shape[2] == 3 else np.round(images.mean(-1, keepdims=True)).astype(np.uint8)
 
 
-def spoken_of(config: RunConfig, method: Method) -> int:
+def public_outputs(config: RunConfig, method: Method) -> int:
     """N, public images that a client sends outputs for in a round; if by batch, those of whole batches in every pass.
 
     Raises:

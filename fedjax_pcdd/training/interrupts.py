@@ -75,12 +75,12 @@ def rounds() -> Iterator[None]:
 
 
 @contextmanager
-def watch(seconds: float, last_words: Callable[[], str] = lambda: "") -> Iterator[None]:
+def watch(seconds: float, message: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Note signals instead of ending at once; only in the main thread, elsewhere nothing changes.
 
     Args:
       seconds: from the first signal, after which the process ends as if it had been killed.
-      last_words: returns what is then printed.
+      message: returns what is printed then.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -91,7 +91,7 @@ def watch(seconds: float, last_words: Callable[[], str] = lambda: "") -> Iterato
     handlers_before = {number: signal.signal(number, _note) for number in SIGNALS}
     wakeup_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     finished = threading.Event()
-    threading.Thread(target=_guard, args=(reading, finished, seconds, last_words), daemon=True).start()
+    threading.Thread(target=_guard, args=(reading, finished, seconds, message), daemon=True).start()
     try:
         yield
     finally:
@@ -112,7 +112,7 @@ def _note(number: int, _) -> None:
         raise Interrupted("", number)
 
 
-def _guard(reading: socket.socket, finished: threading.Event, seconds: float, last_words: Callable[[], str]) -> None:
+def _guard(reading: socket.socket, finished: threading.Event, seconds: float, message: Callable[[], str]) -> None:
     """Wait for the first signal, then for the end of `watch`; end the process if that does not come in time."""
     with reading:
         numbers = [number for number in reading.recv(64) if number in SIGNALS]
@@ -122,5 +122,5 @@ def _guard(reading: socket.socket, finished: threading.Event, seconds: float, la
             numbers = [number for number in received if number in SIGNALS]
         # Open until the end: a second signal is written here too.
         if not finished.wait(seconds):
-            print(last_words(), file=sys.stderr, flush=True)
+            print(message(), file=sys.stderr, flush=True)
             os._exit(128 + numbers[0])

@@ -29,6 +29,7 @@ from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
 from fedjax_pcdd.training.advice import about_neck, about_norms, unused
 from fedjax_pcdd.training.build import (
+    availability_of,
     build_model,
     default_model,
     federate,
@@ -36,7 +37,6 @@ from fedjax_pcdd.training.build import (
     local_training,
     public_images,
     validated,
-    who_is_there,
 )
 from fedjax_pcdd.training.checkpoint import Pace
 from fedjax_pcdd.training.config import RunConfig
@@ -172,7 +172,7 @@ class Setup:
     @cached_property
     def _availability(self) -> list[Availability | None]:
         """Which clients are there in a round, of each experiment [E]."""
-        return [who_is_there(c, data.num_clients) for (c, _), data in zip(self.pairs, self.federations, strict=True)]
+        return [availability_of(c, data.num_clients) for (c, _), data in zip(self.pairs, self.federations, strict=True)]
 
     @cached_property
     def _stream(self) -> int | None:

@@ -13,7 +13,7 @@ from flax import struct
 from fedjax_pcdd.analysis.angles import Angles, class_angles, etf_angle
 from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
-from fedjax_pcdd.analysis.trained import STEPS, Steps, Watched
+from fedjax_pcdd.analysis.trained import STEPS, Observed, Steps
 from fedjax_pcdd.analysis.views import View, class_means, random_probe
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import hold_out
@@ -319,9 +319,9 @@ def test_of_several_steps_in_one_local_update_the_last_counts():
             return jnp.float32(0), {}, step({"w": jnp.float32(5)})
 
     variables = {"params": {"w": jnp.float32(1)}, STEPS: Steps.none()}
-    watched = Watched(Twice(), (), lambda *_: (), of_steps=True)
+    observed = Observed(Twice(), (), lambda *_: (), of_steps=True)
     context = toy.context(start=variables, hyper=Local(clip=9.0))
-    _, state, _ = watched.local_update(None, lambda gradients: gradients, variables, (), context)
+    _, state, _ = observed.local_update(None, lambda gradients: gradients, variables, (), context)
     assert (state[STEPS].norm, state[STEPS].count) == (5, 1)
 
 

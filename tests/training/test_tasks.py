@@ -13,7 +13,7 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import tasks
-from fedjax_pcdd.training.build import spoken_of
+from fedjax_pcdd.training.build import public_outputs
 from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.setup import Setup
@@ -320,9 +320,9 @@ def test_public_images_and_their_batches_have_the_given_sizes(monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize(("options", "number"), [({}, 8), ({"public_epochs": 3}, 24), ({"consensus": "per_round"}, 9)])
-def test_spoken_of_counts_the_public_images_that_an_exchange_uses(options, number):
+def test_public_outputs_are_the_public_images_that_an_exchange_uses(options, number):
     config, method = build({"method": "fedmd", "public_samples": 9, "public_batch": 4, **options})
-    assert spoken_of(config, method) == number
+    assert public_outputs(config, method) == number
     groups = tasks.setup([(config, method)]).make(1)
     used = len(groups.images) if groups.traits.targets == "round" else groups.public_plan(1).size
     assert used == number

@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES
-from fedjax_pcdd.analysis.trained import Watched
+from fedjax_pcdd.analysis.trained import Observed
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
@@ -57,7 +57,7 @@ def test_a_quantity_named_twice_is_tracked_once():
 @pytest.mark.parametrize("method", ["fml", "fedrep", "fedgela"])
 def test_training_repeated_for_tracking_has_the_traits_of_the_method(method):
     traits = METHODS[method]().traits()
-    assert Watched(METHODS[method](), (), print).traits() == traits._replace(summary=None)
+    assert Observed(METHODS[method](), (), print).traits() == traits._replace(summary=None)
 
 
 def test_the_tracker_gets_the_seed_and_the_options_of_the_run(tmp_path, monkeypatch):
