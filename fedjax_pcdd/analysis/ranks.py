@@ -66,8 +66,8 @@ def _interval(mean: np.ndarray, draws: np.ndarray, n: int) -> np.ndarray:
 
 
 def _ranked(scores: np.ndarray) -> np.ndarray:
-    """Ranks along the first axis; equal scores share their mean rank."""
-    return rankdata(-scores, axis=0)
+    """Ranks along the first axis; scores that are equal but for rounding share their mean rank."""
+    return rankdata(-np.round(scores, 12), axis=0)
 
 
 def critical_difference(methods: int, splits: int) -> float:

@@ -23,6 +23,7 @@ from fedjax_pcdd.training.callbacks import Metrics, Profile
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, dump
 from fedjax_pcdd.training.folder import SUMMARY, Records, RunFolder, describe_machine, peak_memory_mb
+from fedjax_pcdd.training.hosts import agree
 from fedjax_pcdd.training.inputs import check_inputs, read_resolved, write_resolved
 from fedjax_pcdd.training.loop import Callback, Progress, Run
 from fedjax_pcdd.training.metrics import new_history
@@ -146,6 +147,7 @@ class FolderRecord(Record):
             check_given((self.noted or {}).get("given", ()), asked.given, self.folder.path)
             self.inputs = setup.inputs(e, config, asked.method)
             check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
+            agree({f"the {name}": value for name, value in self.inputs.items() if name != "options"})
             if asked.data and asked.data[0] != self.inputs["data set"]:
                 raise UserError(f"the data set is not the one that {asked.data[1]} was trained on: {APART}.")
             self.folder.keep_partition(setup.federations[e], heat_map)

@@ -74,7 +74,7 @@ def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
     def killed() -> str:
         return sentence(f"stopped in the midst of a round: continue with `resume={config.run_dir}`")
 
-    with interrupts.watch(GRACE, killed), hosts.together(config, sentence) as host_config:
+    with interrupts.watch(GRACE, killed), hosts.together(config, method, sentence) as host_config:
         if host_config.quiet:
             runs.run(host_config, method, origin, say=lambda _: None)
             return

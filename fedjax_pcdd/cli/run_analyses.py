@@ -14,7 +14,7 @@ from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.lists import load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import short_name
-from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.collect import RunRecord, readable
 from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import PARTITION, data_of, differing, newest
 from fedjax_pcdd.report.tables import Cell, markdown, over_seeds, shown, texts
@@ -47,7 +47,9 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
     def work(records: list[RunRecord], given: Options) -> str:
         if given.get("by_split") == "true" and "output" not in given:
             raise UserError("draws a column for each partition: name the picture with `output`.", field="by_split")
-        rows = {label: _rows_of(record, name) for label, record in zip(labels_of(records), records, strict=True)}
+        pairs = readable(records, lambda record: _rows_of(record, name))
+        records = [record for record, _ in pairs]
+        rows = {label: run_rows for label, (_, run_rows) in zip(labels_of(records), pairs, strict=True)}
         if given.get("by_split") == "true":
             groups: dict[str, dict[str, Any]] = {}
             for track_rows, record in zip(rows.values(), records, strict=True):
@@ -104,11 +106,13 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
     model, shape = build_model(config, name, dataset), dataset.x_train.shape[1:]
     counts = counted(method, model, shape, public_outputs(config, method))
     names = ("up", "down", "client", "held")
+    if record.partition is None:
+        raise UserError(f"{record.path} has no partition.npz: resume the run, or leave it out.")
     cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
     return counts, {field: in_words(getattr(counts, field), counts, dataset.num_classes) for field in names}, cohort
 
 
-def labels_of(records: list[RunRecord]) -> list[str]:
+def labels_of(records: Sequence[RunRecord]) -> list[str]:
     """Names of the folders, or their whole paths if two have the same name."""
     names = [record.path.name for record in records]
     return names if len(set(names)) == len(names) else [str(record.path) for record in records]
@@ -205,6 +209,8 @@ def _burdens(runs: dict[str, list[tuple]]) -> list[Burden]:
     burdens = []
     for name, entries in runs.items():
         held, ratios, ga = zip(*(entry[1:] for entry in entries if entry[0] in common), strict=True)
+        if None in ga:
+            raise UserError(f"a picture needs GA of all runs, and one of {name} has none: leave it out.")
         burdens.append(Burden(name, float(np.mean(held)), float(np.exp(np.mean(np.log(ratios)))), float(np.mean(ga))))
     return burdens
 

@@ -16,8 +16,9 @@ from fedjax_pcdd.analysis.domain_figures import (
 from fedjax_pcdd.analysis.pictures import diagonals, draw_matrices
 from fedjax_pcdd.cli.run_analyses import of_common_seeds
 from fedjax_pcdd.data.domains import TASKS
+from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError, is_there
-from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.collect import RunRecord, readable
 from fedjax_pcdd.report.grouping import differing
 from fedjax_pcdd.training.folder import RunFolder
 
@@ -30,11 +31,12 @@ def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -
     top, *other_tops = dict.fromkeys(_recipe(record).top for record in records)
     if other_tops:
         raise UserError(f"some of these runs count top-{top}, others top-{other_tops[0]}: name runs of one task.")
-    rows = [[start for start in (RunFolder(r.path).read_json("start.json"),) if start] + r.rows for r in records]
+    label_of = dict(zip((record.path for record in records), labels, strict=True))
+    rows = {label_of[record.path]: run_rows for record, run_rows in readable(records, _with_start)}
     if output:
-        draw_tasks(dict(zip(labels, rows, strict=True)), top, output)
+        draw_tasks(rows, top, output)
     lines = []
-    for label, run_rows in zip(labels, rows, strict=True):
+    for label, run_rows in rows.items():
         intra = np.array([row[f"intra_top{top}"] for row in run_rows if row.get(f"intra_top{top}") is not None])
         numbers = (100 * intra[0], 100 * intra[-1], 100 * fluctuation(intra))
         lines.append([label, *(f"{x:.2f}" for x in numbers), f"{run_rows[-1]['local_objective']:.4f}"])
@@ -45,6 +47,12 @@ def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -
         "mean change, last 20 evaluations",
         "local objective, last",
     ], lines
+
+
+def _with_start(record: RunRecord) -> list[dict[str, Any]]:
+    """The rounds of a run, before them the accuracies of the pre-trained models if they were written."""
+    start = RunFolder(record.path).read_json("start.json")
+    return [start, *record.rows] if start else record.rows
 
 
 def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
@@ -104,18 +112,27 @@ def _bars(means: dict[tuple[str, bool], Any], domains: Sequence[str]) -> tuple[d
 
 def correlation(records: list[RunRecord], labels: Sequence[str], output: str | None, clip: bool = False) -> Lines:
     """How the participants' logits correlate with their mean, on public and on own images (Figure 5)."""
+    label_of = dict(zip((record.path for record in records), labels, strict=True))
     lines = []
-    for label, record in zip(labels, records, strict=True):
-        path = record.path / "correlation.npz"
-        if not is_there(path):
-            raise UserError(f"{record.path} has no correlation.npz, as runs of a task with public images have.")
-        with np.load(path) as arrays:
-            matrices, names, private = arrays["matrices"], arrays["participants"], arrays["private"]
+    for record, (matrices, private, names) in readable(records, _correlations):
         if output:
             draw_matrices(matrices, names.tolist(), output, private=private, clip=clip)
-        lines.append([label, *(f"{x:.3f}" for x in (*diagonals(matrices), *diagonals(private)))])
+        means = (*diagonals(matrices), *diagonals(private))
+        lines.append([label_of[record.path], *(f"{x:.3f}" for x in means)])
     heads = [f"{images}, {part}" for images in ("public", "own") for part in ("same class", "other classes")]
     return ["run", *heads], lines
+
+
+def _correlations(record: RunRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Matrices [K, C, C] on public and on own images, and the participants' names [K]."""
+    path = record.path / "correlation.npz"
+    if not is_there(path):
+        raise UserError(f"{record.path} has no correlation.npz, as runs of a task with public images have.")
+    arrays = read_arrays(path, ("matrices", "private", "participants"))
+    shapes = [array.shape for array in arrays.values()]
+    if len(shapes) < 3 or not shapes[0] == shapes[1] == (*shapes[2], *shapes[0][1:2] * 2):
+        raise UserError(f"{path} is not what a run writes: leave {record.path} out.")
+    return arrays["matrices"], arrays["private"], arrays["participants"]
 
 
 def embedding(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
@@ -141,9 +158,10 @@ def embedding(records: list[RunRecord], labels: Sequence[str], output: str | Non
 def _domains(record: RunRecord) -> list[str]:
     """Names of the domains of a run; UserError if it is no run over domains."""
     _recipe(record)
-    domains = record.result.get("domains")
-    if domains is None:
-        raise UserError(f"{record.path / 'summary.json'} names no domains: resume the run, or leave it out.")
+    accuracies: list[Any]
+    domains, *accuracies = (record.result.get(name) for name in ("domains", "intra", "inter"))
+    if not isinstance(domains, list) or any(np.shape(values) != (len(domains),) for values in accuracies):
+        raise UserError(f"{record.path / 'summary.json'} is not that of a run over domains: leave {record.path} out.")
     return domains
 
 

@@ -39,7 +39,9 @@ def numbers(method: Any, hook: str, tree: Any) -> Any:
 
 
 def same_shapes(method: Any, hook: str, name: str, tree: Any, expected: Any, source: str) -> Any:
-    """The tree that a hook returned; UserError if its structure or a shape differs from those of another tree.
+    """The tree that a hook returned; UserError if it does not fit into another tree.
+
+    Its structure or a shape differs, or it has a number with a fraction where the other one has an integer.
 
     Args:
       name: of the tree, such as "client state".
@@ -51,7 +53,27 @@ def same_shapes(method: Any, hook: str, name: str, tree: Any, expected: Any, sou
     except (AssertionError, ValueError, TypeError):
         sentence = f"{_name(method)}.{hook} must return the {name} as {source}; {_difference(tree, expected)}."
         raise UserError(sentence) from None
+    pairs = zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True)
+    for path, old, new in ((_written(path), old, new) for (path, new), old in pairs if _real(new) and not _real(old)):
+        actual, needed = (jnp.result_type(leaf).name for leaf in (new, old))
+        raise UserError(f"{_name(method)}.{hook} must return the {name} as {source}; {path} is {actual}, not {needed}.")
     return tree
+
+
+def weighable(method: Any, hook: str, mean: Any) -> Any:
+    """The part `mean` of a message; UserError if a leaf is no real number, which a weighted mean would cut off."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mean):
+        if not _real(leaf):
+            actual = f"{_written(path)} is {jnp.result_type(leaf).name}"
+            raise UserError(
+                f"{_name(method)}.{hook} must send real numbers in the message's mean, which is weighted; {actual}: "
+                "convert it, or send it in total or each."
+            )
+    return mean
+
+
+def _real(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def like(method: Any, hook: str, tree: Any, params: Any) -> Any:
@@ -108,17 +130,18 @@ def _difference(tree: Any, wanted: Any) -> str:
     """The first leaf that differs, in words."""
     actual, expected = (dict(_shapes(x)) for x in (tree, wanted))
     for path, shape in expected.items():
-        name = path or "it"
         if path not in actual:
-            return f"{name} is missing"
+            return f"{path} is missing"
         if actual[path] != shape:
-            return f"{name} has the shape {actual[path]}, not {shape}"
+            return f"{path} has the shape {actual[path]}, not {shape}"
     surplus = [path for path in actual if path not in expected]
-    return f"{surplus[0] or 'it'} is too much" if surplus else "its containers are of other types"
+    return f"{surplus[0]} is too much" if surplus else "its containers are of other types"
 
 
 def _shapes(tree: Any) -> list[tuple[str, list[int]]]:
-    return [
-        (jax.tree_util.keystr(path).lstrip("."), list(jnp.shape(leaf)))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    return [(_written(path), list(jnp.shape(leaf))) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _written(path: Any) -> str:
+    """A leaf's path in a tree as Python writes it; "it" for a tree that is a leaf."""
+    return jax.tree_util.keystr(path).lstrip(".") or "it"

@@ -3,11 +3,11 @@
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from fedjax_pcdd.training.config import RUN, partition_tag
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
 from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder, failure_of
 from fedjax_pcdd.training.presets import has_own_partition
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -151,17 +154,26 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
             raise UserError(f"{path} holds no run (no {CONFIG} in it or below): name the folder of a run.")
         for folder in run_folders:
             folders.setdefault(folder.resolve(), folder)
-    records: list[RunRecord] = []
-    for folder in folders.values():
+    return [record for _, record in readable(list(folders.values()), read_record)]
+
+
+def readable(runs: Sequence[T], read: Callable[[T], U]) -> list[tuple[T, U]]:
+    """Each run with what `read` returns of it; where that raises a `UserError`, the run is left out.
+
+    Raises:
+      UserError: that of the only run, or all runs are left out.
+    """
+    results: list[tuple[T, U]] = []
+    for run in runs:
         try:
-            records.append(read_record(folder))
+            results.append((run, read(run)))
         except UserError as error:
-            if len(folders) == 1:
+            if len(runs) == 1:
                 raise
             print(f"left out: {error}", file=sys.stderr)
-    if not records:
-        raise UserError(f"none of the {len(folders)} runs can be read: repair one, or name other folders.")
-    return records
+    if not results:
+        raise UserError(f"none of the {len(runs)} runs can be read: repair one, or name other folders.")
+    return results
 
 
 def _folders(path: Path, on_error: Callable[[OSError], Any]) -> Iterable[Path]:

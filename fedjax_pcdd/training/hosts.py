@@ -4,16 +4,18 @@ All processes compute the same plan and train their shares; only the first write
 the others has a folder of its own, which is removed when it ends.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,10 +23,15 @@ from jax.experimental import multihost_utils
 
 from fedjax_pcdd.engine.devices import select_device
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.training.config import RUN, RunConfig
+from fedjax_pcdd.methods import Method
+from fedjax_pcdd.training import loggers
+from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig, values
 
 # Words in the errors of collective operations and of JAX's coordination service when a process is gone.
 GONE = ("gloo", "nccl", "unavailable", "deadline_exceeded", "coordination", "heartbeat", "connection", "socket closed")
+
+# Options that processes may have for themselves.
+OF_A_PROCESS = {*FOLDERS, "process", "coordinator", "data_dir", "quiet", "profile", *loggers.OWN, "loggers"}
 
 LISTEN = """
 import shutil, sys
@@ -58,11 +65,11 @@ class Obituary:
 
 
 @contextmanager
-def together(config: RunConfig, spell: Callable[[str], str]) -> Iterator[RunConfig]:
+def together(config: RunConfig, method: Method, spell: Callable[[str], str]) -> Iterator[RunConfig]:
     """Take part in a run of several processes, if the options say so; if something fails in it, the process ends.
 
     Args:
-      config: the options of all processes.
+      config, method: of all processes; other options in one of them end all.
       spell: writes the fields in a sentence as the user knows them.
 
     Yields:
@@ -80,6 +87,7 @@ def together(config: RunConfig, spell: Callable[[str], str]) -> Iterator[RunConf
         _join(config)
         select_device(config.device, config.devices)  # before `_who`, which initialises JAX
         obituary.prepare(spell(f"{_who()} ended, killed or because another one did: {_advice(config)}"))
+        agree({f"`{name}`": value for name, value in values(config, method).items() if name not in OF_A_PROCESS})
         yield _own_options(config, temporary)
         jax.distributed.shutdown()
     except BaseException as error:
@@ -180,6 +188,23 @@ def in_turn() -> Iterator[None]:
     finally:
         if is_distributed and is_first:
             multihost_utils.sync_global_devices("the first process is done")
+
+
+def agree(own: Mapping[str, Any]) -> None:
+    """Raise a UserError in every process unless all of them have the same values, which are written as JSON."""
+    if jax.process_count() == 1:
+        return
+    own = json.loads(json.dumps(own, default=str))
+    first = json.loads(told_by_first(json.dumps(own)))
+    wrong = [name for name in first | own if own.get(name) != first.get(name)]
+    same = "start all processes with the same options and data"
+    if not multihost_utils.process_allgather(np.array(bool(wrong))).any():
+        return
+    if not wrong:
+        raise UserError(f"another process has other options or data than {_who()}: {same}.")
+    name, here, there = wrong[0], own.get(wrong[0]), first.get(wrong[0])
+    difference = f"is {here}, and {there} in the first one" if name.startswith("`") else "is not that of the first one"
+    raise UserError(f"in {_who()} {name} {difference}: {same}.")
 
 
 def told_by_first(text: str) -> str:

@@ -1,6 +1,7 @@
 """Optional experiment trackers, which log the scalars of each round."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, in_one_line
 from fedjax_pcdd.registry import Registry, called
 from fedjax_pcdd.training.callbacks import takes
 from fedjax_pcdd.training.fields import names_in
@@ -24,7 +25,42 @@ class Logger(Callback):
 
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Log the newest row of the history."""
-        self.write(run.round, scalars(run.history.rows[-1]))
+        with reaching(type(self).__name__):
+            self.write(run.round, scalars(run.history.rows[-1]))
+
+
+@contextmanager
+def reaching(service: str, advice: str = "") -> Iterator[None]:
+    """A context for calls of a tracker's package, whose errors (no login, no server) it turns into a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        what_to_do = f"put that right, or go on without it{advice}"
+        raise UserError(f"{service} does not log ({in_one_line(error)}): {what_to_do}.") from error
+
+
+class Noted:
+    """The file in a run's folder that holds the tracker's name for the run, by which a resumed run continues it."""
+
+    def __init__(self, file: Path):
+        """Args: file: may be missing."""
+        self._file = file
+
+    @property
+    def last(self) -> str | None:
+        """The name that the file holds."""
+        return self._file.read_text(encoding="utf-8").strip() or None if self._file.is_file() else None
+
+    @property
+    def advice(self) -> str:
+        """How to begin a new run of the tracker, where there is an old one."""
+        return f"; to log as another run, remove {self._file}" if self._file.is_file() else ""
+
+    def write(self, name: str) -> None:
+        """Note the name."""
+        self._file.write_text(f"{name}\n", encoding="utf-8")
 
 
 class TensorBoard(Logger):
@@ -48,8 +84,13 @@ class WandB(Logger):
     """A run of Weights & Biases; the environment variables of wandb choose project, entity and mode."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
-        """Start the run, named after the folder; UserError without wandb."""
-        self._run = load("wandb").init(dir=str(folder), name=Path(folder).name, config=dict(config))
+        """Start the run, or continue the one that the folder names; UserError without wandb, or if it cannot start."""
+        package, noted = load("wandb"), Noted(Path(folder) / "wandb.txt")
+        with reaching("wandb", noted.advice):
+            self._run = package.init(
+                dir=str(folder), name=Path(folder).name, config=dict(config), id=noted.last, resume="allow"
+            )
+            noted.write(self._run.id)
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log all scalars at once."""
@@ -64,13 +105,14 @@ class MLflow(Logger):
     """A run of MLflow, named after the folder; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose where it goes."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
-        """Start the run, or continue the one that the folder names; UserError without mlflow."""
-        self._client, id_file = load("mlflow"), Path(folder) / "mlflow.txt"
-        last_id = id_file.read_text().strip() if id_file.is_file() else None
-        self._run = self._client.start_run(run_id=last_id, run_name=None if last_id else Path(folder).name, nested=True)
-        if last_id is None:
-            self._client.log_params({name: str(value) for name, value in config.items()})
-            id_file.write_text(self._run.info.run_id)
+        """Start the run, or continue the one that the folder names; UserError without mlflow, or if it cannot start."""
+        self._client, noted = load("mlflow"), Noted(Path(folder) / "mlflow.txt")
+        with reaching("mlflow", noted.advice):
+            name = None if noted.last else Path(folder).name
+            self._run = self._client.start_run(run_id=noted.last, run_name=name, nested=True)
+            if noted.last is None:
+                self._client.log_params({name: str(value) for name, value in config.items()})
+                noted.write(self._run.info.run_id)
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log all scalars at once."""

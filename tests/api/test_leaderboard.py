@@ -190,6 +190,12 @@ def test_ranks_are_those_computed_by_hand():
     assert ranking.critical == pytest.approx(2.343 * np.sqrt(3 * 4 / (6 * 2)), abs=2e-3)  # q of three methods
 
 
+def test_means_that_are_equal_but_for_rounding_share_their_rank():
+    seeds = np.array([[[0.1, 0.2, 0.3]], [[0.3, 0.2, 0.1]], [[0.1, 0.1, 0.1]]])
+    assert seeds[0].mean() != seeds[1].mean()
+    assert ranks(seeds).mean.tolist() == [1.5, 1.5, 3.0]
+
+
 def test_with_one_split_rank_intervals_come_from_resampled_seeds():
     ranking = ranks(np.array([[[0.1, 0.4]], [[0.2, 0.3]]]))
     assert [ranking.mean.tolist(), ranking.low.tolist(), ranking.high.tolist()] == [[1.5, 1.5], [1.0, 1.0], [2.0, 2.0]]

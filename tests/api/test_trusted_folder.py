@@ -472,7 +472,7 @@ def test_a_link_in_place_of_the_checkpoints_is_refused(folder, tmp_path):
         resume(folder)
 
 
-@pytest.mark.parametrize("name", ["clients", "tensorboard", "wandb", "mlflow.txt", "profile"])
+@pytest.mark.parametrize("name", ["clients", "tensorboard", "wandb", "wandb.txt", "mlflow.txt", "profile"])
 def test_a_link_in_place_of_a_folder_that_is_written_into_is_refused(folder, tmp_path, name):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "7").mkdir()

@@ -410,7 +410,7 @@ def test_bilateral_curves_of_other_learning_rates_stay_apart(tmp_path, capsys):
 @pytest.mark.parametrize("analysis", ["tasks", "ablation", "embedding"])
 def test_runs_without_a_task_are_refused_beside_runs_of_a_task(tmp_path, capsys, analysis):
     task, plain = write_run(tmp_path / "task", task="digits_domains"), write_run(tmp_path / "plain")
-    with_results(task, domains=["mnist", "usps"])
+    with_results(task, domains=["mnist", "usps"], inter=[0.2, 0.4], intra=[0.6, 0.8])
     assert f"{plain} is not a run over the domains of a task" in refusal(capsys, analysis, task, plain)
     assert f"{plain} is not a run over the domains of a task" in refusal(capsys, analysis, plain)
 
@@ -449,6 +449,36 @@ def test_accuracies_of_a_task_begin_with_those_of_the_pretrained_models(tmp_path
     (run / "start.json").write_text(json.dumps(rows[0]))
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     assert cells(printed(capsys, "tasks", run))["a"] == ["10.00", "80.00", "23.33", "0.2500"]
+
+
+@pytest.mark.parametrize(
+    ("analysis", "file", "content"),
+    [
+        ("correlation", "correlation.npz", "x"),
+        ("correlation", "correlation.npz", None),
+        ("tasks", "start.json", "{"),
+        ("tasks", "start.json", None),
+    ],
+)
+def test_a_task_whose_file_is_damaged_is_left_out_of_its_analysis(tmp_path, capsys, analysis, file, content):
+    runs = [task_run(tmp_path / name) for name in ("a", "b")]
+    matrices, rows = np.ones((2, 3, 3)), [{"round": 1, "intra_top1": 0.5, "local_objective": 1.0}]
+    for run in runs:
+        np.savez(run / "correlation.npz", matrices=matrices, private=matrices, participants=["x", "y"])
+        (run / "start.json").write_text(json.dumps(rows[0] | {"round": 0}))
+        (run / "metrics.jsonl").write_text("".join(json.dumps(rows[0] | {"round": r}) + "\n" for r in (1, 2, 3)))
+    if content is None and file == "correlation.npz":
+        np.savez(runs[1] / file, matrices=matrices, private=matrices[:1], participants=["x", "y"])
+    elif content is None:
+        (runs[1] / file).write_bytes(b"\xff")
+    else:
+        (runs[1] / file).write_text(content)
+    assert analyse_main([analysis, str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("left out: ")
+    assert (str(runs[1] / file) in captured.err, captured.err.count("\n")) == (True, 1)
+    assert [name for name in cells(captured.out) if name in ("a", "b")] == ["a"]
+    assert str(runs[1] / file) in refusal(capsys, analysis, runs[1])
 
 
 def test_tasks_that_count_top_1_and_top_5_are_not_in_one_table(tmp_path, capsys):

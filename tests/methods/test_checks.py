@@ -92,9 +92,27 @@ class Halved(Method):
         return {"head": True}
 
 
+@struct.dataclass
+class Counting(Method):
+    def upload(self, variables, summary, context):
+        client, message = super().upload(variables, summary, context)
+        return client, message._replace(mean={"model": message.mean, "count": jnp.asarray(6)})
+
+
+@struct.dataclass
+class Halving(Method):
+    def init_client(self, setting, server, facts, key):
+        return {"count": jnp.zeros((), jnp.int32)}
+
+    def upload(self, variables, summary, context):
+        return {"count": context.client["count"] + 0.5}, super().upload(variables, summary, context)[1]
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
+        (Counting, r"Counting\.upload must send real numbers in the .* mean, .* \['count'\] is int32: convert it"),
+        (Halving, r"Halving\.upload must return the client's next state .*; \['count'\] is float32, not int32\."),
         (Nothing, r"Nothing\.penalty must return a scalar, not NoneType"),
         (Unfinished, r"Unfinished\.local_update must return a tuple \(anything, anything, a Step\), not"),
         (Halved, r"Halved\.trainable must say something of each array of the parameters, or return None\."),

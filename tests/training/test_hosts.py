@@ -100,6 +100,34 @@ def test_the_second_process_leaves_no_files_and_prints_no_results(runs):
     assert second.err == ""
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "own"), [("seed", ("1", "2")), ("method", ("fedavg", "scaffold"))])
+def test_processes_with_other_options_than_the_first_end_all_before_a_folder_is_made(tmp_path, name, own):
+    scripts = [[*RUN, f"--{name}={value}"] for value in own]
+    two = start_two(*SMALL, f"--run-dir={tmp_path / 'run'}", temporary=tmp_path / "tmp", script=scripts)
+    first, second = map(end, two)
+    assert (first.code, second.code) == (2, 2)
+    assert "another process has other options or data than process 0 of 2: start all" in first.err
+    assert f"in process 1 of 2 --{name} is {own[1]}, and {own[0]} in the first one: start all" in second.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("others_differ", [False, True])
+@pytest.mark.parametrize("data", ["a", "b"])
+def test_processes_with_other_data_than_the_first_are_refused(monkeypatch, others_differ, data):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "told_by_first", lambda _: '{"the data set": "a"}')
+    monkeypatch.setattr(hosts.multihost_utils, "process_allgather", lambda own: np.array([own, others_differ]))
+    if data == "b":
+        with pytest.raises(UserError, match="in process 0 of 2 the data set is not that of the first one: start all"):
+            hosts.agree({"the data set": data})
+    elif others_differ:
+        with pytest.raises(UserError, match="another process has other options or data than process 0 of 2"):
+            hosts.agree({"the data set": data})
+    else:
+        hosts.agree({"the data set": data})
+
+
 BAD = {
     "a coordinator alone": ["--coordinator=host:1"],
     "no coordinator": ["--processes=2", "--process=0"],

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training import progress
 from fedjax_pcdd.training.folder import CONFIG, RunFolder
 from fedjax_pcdd.training.lock import InUse
-from fedjax_pcdd.training.loggers import TensorBoard, WandB
+from fedjax_pcdd.training.loggers import MLflow, TensorBoard, WandB
 from fedjax_pcdd.training.metrics import History
 
 DRAWS_PICTURES = True
@@ -276,6 +277,7 @@ class Recorder:
         return lambda *args, **kwargs: self.calls.append((name, *args, kwargs)) or self
 
 
+START = {"resume": "allow"}
 ROW = {"ga": 0.5, "pa": None, "loss": np.float32(0.25), "per_class": [1.0], "method": "fedavg"}
 
 
@@ -294,12 +296,38 @@ def test_tensorboard_gets_the_scalars_over_rounds(tmp_path, monkeypatch):
 def test_wandb_gets_the_configuration_and_the_scalars_over_rounds(tmp_path, monkeypatch):
     package = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", package)
+    package.id = "7f"
     call_with_rows(WandB(tmp_path, {"seed": 1}), 3, 2, [ROW])
     assert package.calls == [
-        ("init", {"dir": str(tmp_path), "name": tmp_path.name, "config": {"seed": 1}}),
+        ("init", START | {"dir": str(tmp_path), "name": tmp_path.name, "config": {"seed": 1}, "id": None}),
         ("log", {"ga": 0.5, "loss": 0.25}, {"step": 3}),
         ("finish", {}),
     ]
+    WandB(tmp_path, {})
+    assert package.calls[-1][1]["id"] == "7f"
+
+
+@pytest.mark.parametrize("logger", [WandB, MLflow])
+def test_a_tracker_that_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch, logger):
+    def refuse(**_):
+        raise ConnectionError("no server\nat all")
+
+    name = logger.__name__.lower()
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=refuse, start_run=refuse))
+    with pytest.raises(UserError, match=rf"{name} does not log \(no server\): put that right, or go on without it\.$"):
+        logger(tmp_path, {})
+    (tmp_path / f"{name}.txt").write_text("7")
+    with pytest.raises(UserError, match=rf"to log as another run, remove .*{name}\.txt\.$"):
+        logger(tmp_path, {})
+
+
+def test_a_tracker_that_fails_in_a_round_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", package := Recorder())
+    logger = WandB(tmp_path, {})
+    monkeypatch.setattr(logger, "write", lambda *_: 1 / 0)
+    with pytest.raises(UserError, match=r"WandB does not log \(division by zero\)"):
+        call_with_rows(logger, 3, 2, [ROW])
+    assert package.calls
 
 
 def test_a_missing_tracker_says_what_to_install(tmp_path, monkeypatch):
