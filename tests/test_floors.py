@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fedjax_pcdd"
 FLOORS = {
-    **dict.fromkeys(("errors", "trees", "beside", "registry", "__init__"), 0),
+    **dict.fromkeys(("errors", "trees", "beside", "registry", "screen", "__init__"), 0),
     **dict.fromkeys(("losses", "models", "data"), 1), "methods": 2, "engine": 3, "analysis": 4, "training": 5,
     **dict.fromkeys(("api", "report"), 6), **dict.fromkeys(("cli", "testing", "__main__"), 7),
 }  # fmt: skip

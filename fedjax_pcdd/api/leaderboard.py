@@ -25,6 +25,7 @@ from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.standings import MEASURES, SECONDS
 from fedjax_pcdd.training.build import build_model, load, public_outputs
 from fedjax_pcdd.training.fields import load_mapping, read_text, write_text
+from fedjax_pcdd.training.metrics import DIGITS
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.outside import origins_of
 from fedjax_pcdd.training.presets import PAPERS
@@ -201,7 +202,7 @@ def _best(trial_results: Sequence[dict[str, Any] | UserError], score_names: Sequ
             raise UserError(f"a run has no '{missing[0]}' in its summary: name another entry in the plan's `scores`.")
     failed = dict.fromkeys(score_names, -math.inf)
     results = [result if isinstance(result, dict) else failed for result in trial_results]
-    scores = [[result[name] for name in score_names] for result in results]
+    scores = [[round(result[name], DIGITS) for name in score_names] for result in results]
     return scores.index(max(scores))
 
 

@@ -19,6 +19,7 @@ from fedjax_pcdd.cli.sweep import processes
 from fedjax_pcdd.errors import UserError, is_there, nearest, writing
 from fedjax_pcdd.report import standings
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
+from fedjax_pcdd.screen import Screen
 from fedjax_pcdd.training.fields import read_text, run_option, write_text
 from fedjax_pcdd.training.options import in_any_case
 
@@ -62,13 +63,13 @@ def _act(options: Options, argv: Sequence[str]) -> None:
 
     plan = leaderboard.read_plan(options.plan or leaderboard.PLAN)
     written = [in_any_case(name.strip(), methods.METHODS) for name in (options.method or "").split(",")]
-    names = list(dict.fromkeys(written)) if options.method else list(methods.METHODS)
+    names = list(methods.METHODS) if options.method is None else list(dict.fromkeys(written))
     for name in names:
         methods.get(name)
     networks = _chosen("network", options.network, plan.networks)
     splits = _chosen("split", options.split, list(plan.splits))
     cells = [leaderboard.Cell(network, split, name) for network in networks for split in splits for name in names]
-    console = Console()
+    console = Screen()
     if not (options.status or options.page):
         _complete(options, argv, plan, cells, console)
     results = leaderboard.read_results(options.results)
@@ -115,7 +116,7 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
 
 
 def _chosen(option: str, text: str | None, available: Sequence[str]) -> list[str]:
-    names = text.split(",") if text else list(available)
+    names = list(available) if text is None else text.split(",")
     for name in names:
         if name not in available:
             raise UserError(f"names no {option} of the plan by '{name}': {nearest(name, available)}", field=option)

@@ -1,5 +1,7 @@
 """Messages of the commands: options as written, the names of commands, and how a command ends."""
 
+import codecs
+import errno
 import os
 import shlex
 import sys
@@ -10,6 +12,19 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from fedjax_pcdd.errors import UserError, spelled
+
+_WRITTEN = "surrogateescape or replace"
+
+
+def _encoded(error: UnicodeError) -> tuple[str | bytes, int]:
+    """How text is printed that the output's encoding lacks: names of folders as their bytes, anything else as "?"."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeEncodeError:
+        return codecs.lookup_error("replace")(error)
+
+
+codecs.register_error(_WRITTEN, _encoded)
 
 
 def flag(name: str) -> str:
@@ -51,6 +66,12 @@ def _warned_in_sentences() -> Iterator[None]:
         warnings.formatwarning = original
 
 
+def _print_no_more() -> None:
+    """Throw away what is still to be written, which Python would try again at its end."""
+    assert sys.stdout is not None  # it could not be written to
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
     """Run a command and return its exit code: 2 for a mistake of the user, 130 for an interrupt, each with a sentence.
 
@@ -59,11 +80,12 @@ def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
       argv: arguments without the program's name; None for those of the process.
     """
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # names of folders need not be UTF-8
+        sys.stdout.reconfigure(errors=_WRITTEN)
     try:
         with _warned_in_sentences():
             code = work(sys.argv[1:] if argv is None else argv) or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except UserError as error:
         print(" ".join(sentence(error.sentence).splitlines()), file=sys.stderr)
@@ -73,9 +95,13 @@ def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         print(sentence(f"stopped; {advice}"), file=sys.stderr)
         return getattr(stop, "code", 130)
     except BrokenPipeError:  # the reader has seen enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         return 141
     except OSError as error:  # about a file that nothing has checked before
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            _print_no_more()
+            print(f"what is printed cannot be written ({error.strerror}): put that right.", file=sys.stderr)
+            return 2
         if error.filename is None:
             raise
         print(f"{os.fsdecode(error.filename)} cannot be used ({error.strerror}): put that right.", file=sys.stderr)

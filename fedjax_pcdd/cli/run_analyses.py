@@ -22,6 +22,7 @@ from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.build import build_model, default_model, public_outputs
 from fedjax_pcdd.training.config import RUN, parse_config
 from fedjax_pcdd.training.folder import TRACK, RunFolder
+from fedjax_pcdd.training.metrics import DIGITS
 from fedjax_pcdd.training.progress import with_pa_named
 
 Options = dict[str, str]
@@ -324,7 +325,7 @@ def grid(records: list[RunRecord], given: Options) -> str:
             held_out = all(run.result.get("selected_on") == "validation" for runs in searched.values() for run in runs)
             means = _means(searched, "ga_best")
             scores = _means(searched, "ga_validation_best") if held_out else means
-            best = max(scores, key=lambda value: scores[value])
+            best = max(scores, key=lambda value: round(scores[value], DIGITS))
             paper = _paper(method_runs[0], name)
             gain = 100 * (means[best] - means[paper]) if paper in means else None
             best_text = _number(best) if isinstance(best, int | float) else str(best)

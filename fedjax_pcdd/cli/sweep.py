@@ -24,7 +24,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
@@ -33,13 +32,14 @@ from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
 from fedjax_pcdd.errors import UserError, in_one_line, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
+from fedjax_pcdd.screen import Screen
 from fedjax_pcdd.training.fields import Option, convert, write_text
 from fedjax_pcdd.training.metrics import MEASURES
 
 if TYPE_CHECKING:
     from fedjax_pcdd.api.sweep import Standing, Sweep
 
-CONSOLE = Console()
+CONSOLE = Screen()
 # Parameters that submitit has for every scheduler; all others get the prefix `slurm_`.
 COMMON = ("name", "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
 OPTIONS = {

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_pcdd.training.metrics import DIGITS
+
 ALPHA = 0.05
-DIGITS = 9  # after which equal numbers may differ by floating-point rounding
 LEAST_WILCOXON = 6  # pairs below which the rank test cannot reach p <= 0.05
 
 

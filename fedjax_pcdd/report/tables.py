@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.statistics import DIGITS
+from fedjax_pcdd.training.metrics import DIGITS
 
 CSV_COLUMNS = (
     *("table", "method", "variant", "settings", "column", "metric", "mean", "std", "seeds"),

@@ -43,14 +43,8 @@ CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
 )  # fmt: skip
 _DAMAGED = "{} is damaged: put it back as it was, or remove it."
 LOCK, PARTITION = "lock", "partition.npz"
-_WRITTEN_BY_OTHERS = (
-    "clients",
-    "tensorboard",
-    "wandb",
-    "wandb.txt",
-    "mlflow.txt",
-    "profile",
-)  # such as numpy, which follows links
+# Written by libraries, such as numpy, which follow links.
+_WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "wandb.txt", "mlflow.txt", "profile")
 _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
 _HALF_WRITTEN = re.compile(r"\.\d+\..+")
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")

@@ -14,8 +14,10 @@ import numpy as np
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.training.protocols import IN_WORDS
 
 LAST = 10  # rounds averaged, reported besides best and last
+DIGITS = 9  # after which equal means may differ by floating-point rounding
 SELECTED = {"test": "", "validation": "_validation", "test, balanced accuracy": "_balanced"}
 """Criterion that chooses the best round -> suffix of the accuracy's name in the rows."""
 CHOSEN_BY = dict(
@@ -188,10 +190,16 @@ class History:
         return np.array([p[0] for p in pairs], int), np.array([p[1] for p in pairs], float)
 
     def best(self, name: str) -> tuple[float | None, int | None]:
-        """(value, round) of the best round, the first of equal ones; GA and PA by `select_on`, loss by the smallest."""
+        """(value, round) of the best round, the first of equal ones; loss by the smallest.
+
+        GA and PA are chosen by `select_on`; PA under a protocol too, in the round of the run's own PA unless tests
+        choose it.
+        """
         rounds, values = self.column(name)
-        selecting = f"{name}{SELECTED[self.select_on]}" if name in ("ga", "pa") else name
-        scores = self.column(selecting)[1]
+        of_protocol = self.select_on != "test" and name.removeprefix("pa_") in IN_WORDS
+        selecting = "pa" if of_protocol else name
+        selecting = f"{selecting}{SELECTED[self.select_on]}" if selecting in ("ga", "pa") else name
+        scores = np.round(self.column(selecting)[1], DIGITS)
         if not len(values) or len(scores) != len(values):
             return None, None
         best = scores.argmin() if name == "loss" else scores.argmax()

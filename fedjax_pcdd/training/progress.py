@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fedjax_pcdd.errors import yes_or_no
+from fedjax_pcdd.screen import Screen
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 IN_TRAINING = "PA in training"
@@ -72,7 +73,7 @@ class RunBar(Callback):
     """A bar on a terminal or in a notebook; elsewhere one plain line after about every tenth of the rounds."""
 
     def __init__(self, console: Console | None = None):
-        self._console = console or Console()
+        self._console = console or Screen()
         self._bar = _Bar(self._console, CellBar() if self._console.is_jupyter else None)
         self._known: dict[str, Any] = {}
 
@@ -209,7 +210,7 @@ def with_pa_named(heading: str, summaries: Iterable[Mapping[str, Any]]) -> str:
 
 def show(summary: Mapping[str, Any], folder: Path, console: Console | None = None) -> None:
     """Print the table and where the files are."""
-    console = console or Console()
+    console = console or Screen()
     console.print(final_table(summary))
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
 

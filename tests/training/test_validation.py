@@ -189,6 +189,20 @@ def test_the_first_round_of_the_best_validation_accuracy_is_chosen():
     assert History(rows).best("ga") == (0.9, 3)
 
 
+def test_of_rounds_that_are_equal_but_for_rounding_the_first_is_chosen():
+    first, later = np.mean([0.3, 0.2, 0.1]), np.mean([0.1, 0.2, 0.3])
+    assert first < later
+    rows = [{"round": 1, "pa": 0.9, "pa_validation": first}, {"round": 2, "pa": 0.5, "pa_validation": later}]
+    assert History(rows, select_on="validation").best("pa") == (0.9, 1)
+
+
+@pytest.mark.parametrize(("select_on", "best"), [("validation", 0.5), ("test", 0.9)])
+def test_pa_under_a_protocol_is_that_of_the_round_that_validation_chose(select_on, best):
+    pairs = enumerate([(0.9, 0.4), (0.5, 0.6)])
+    rows = [{"round": i + 1, "pa": p, "pa_received": p, "pa_validation": v} for i, (p, v) in pairs]
+    assert History(rows, select_on=select_on).best("pa_received")[0] == best
+
+
 def test_the_round_of_the_best_pa_is_chosen_by_validation_samples_too():
     rows = [{"round": i + 1, "pa": p, "pa_validation": v} for i, (p, v) in enumerate([(0.5, 0.7), (0.9, 0.6)])]
     assert History(rows, select_on="validation").best("pa") == (0.5, 1)
