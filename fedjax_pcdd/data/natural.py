@@ -21,6 +21,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, failed_write, in_one_line, is_there, shortened
 
 META = "federation.json"
+FORMAT = 1
 _PARTS = ("train", "test")
 
 
@@ -107,7 +108,9 @@ def _write_meta(
         raise UserError(f"labels run to {largest}, which is no class: number them from 0, or give `num_classes`.")
     if largest >= count:
         raise UserError(f"labels run to {largest}, but there are {count} classes: give `num_classes` as it is.")
-    meta = {"format": 1, "name": name, "num_classes": count, "class_names": None if names is None else list(names)}
+    if names is not None and len(names) != count:
+        raise UserError(f"names {len(names)} classes of {count}: name all of them.", field="class_names")
+    meta = {"format": FORMAT, "name": name, "num_classes": count, "class_names": None if names is None else list(names)}
     meta |= {"text": True} if text else {}
     (folder / META).write_text(json.dumps(meta), encoding="utf-8")
 
@@ -198,6 +201,8 @@ def read_federation(folder: Path) -> Dataset:
     """
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        if meta["format"] != FORMAT:
+            raise ValueError(f"format {meta['format']}, not {FORMAT}")
         names = meta["class_names"] and tuple(meta["class_names"])
         fields: dict[str, np.ndarray] = {}
         for part in _PARTS:

@@ -31,7 +31,7 @@ from PIL import Image
 from fedjax_pcdd import __version__
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, load_partition
-from fedjax_pcdd.errors import Say, UserError, at_once, failed_write, is_there, unreadable
+from fedjax_pcdd.errors import Say, UserError, at_once, failed_write, in_one_line, is_there, unreadable
 from fedjax_pcdd.training.lock import InUse, Lock, Taken, owner
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
@@ -310,8 +310,16 @@ def peak_memory_mb() -> dict[str, float | None]:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """A value that a run writes, as JSON; numbers that are not finite become null."""
-    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+    """A value that a run writes, as JSON; numbers that are not finite become null.
+
+    Raises:
+      UserError: it holds what JSON has not, which a callback has put there.
+    """
+    try:
+        return json.dumps(_plain(value), indent=indent, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        reason = in_one_line(error)
+        raise UserError(f"a callback keeps or records what cannot be written ({reason}): convert it first.") from error
 
 
 def _plain(value: Any) -> Any:

@@ -31,7 +31,7 @@ from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig, values
 GONE = ("gloo", "nccl", "unavailable", "deadline_exceeded", "coordination", "heartbeat", "connection", "socket closed")
 
 # Options that processes may have for themselves.
-OF_A_PROCESS = {*FOLDERS, "process", "coordinator", "data_dir", "quiet", "profile", *loggers.OWN, "loggers"}
+OF_A_PROCESS = {*FOLDERS, "process", "coordinator", "data_dir", "quiet", "profile", *loggers.OWN}
 
 LISTEN = """
 import shutil, sys
@@ -141,7 +141,7 @@ def _own_options(config: RunConfig, temporary: Path) -> RunConfig:
     config, folder = replace(config, **{name: RUN[name].default for name in process_options}), temporary / "run"
     if jax.process_index() == 0:
         return config
-    config = replace(config, run_dir=folder, quiet=True, tensorboard=False, wandb=False, mlflow=False, loggers=None)
+    config = replace(config, run_dir=folder, quiet=True, tensorboard=False, wandb=False, mlflow=False)
     if config.resume is None:
         return config
     folder.mkdir()

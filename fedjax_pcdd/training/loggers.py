@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedjax_pcdd.errors import UserError, in_one_line
@@ -141,7 +142,9 @@ def check(config: Any) -> None:
 
 
 def made(config: Any, folder: Path) -> list[Callback]:
-    """The loggers that a `RunConfig` asks for."""
+    """The loggers that a `RunConfig` asks for; of several processes the first one has them."""
+    if jax.process_index() > 0:
+        return []
     options = asdict(config)
     loggers: list[Callback] = [TensorBoard(folder / "tensorboard")] if config.tensorboard else []
     loggers += [WandB(folder, options)] if config.wandb else []

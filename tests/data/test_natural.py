@@ -116,6 +116,7 @@ def test_a_federation_with_an_empty_client_is_not_written(tmp_path):
         ({"num_classes": 2.5}, "num_classes must be a number of classes"),
         ({"class_names": 5}, "class_names must be a list of names"),
         ({"class_names": "ab"}, "class_names must be a list of names"),
+        ({"class_names": ["a"]}, "class_names names 1 classes of"),
     ],
 )
 def test_classes_that_cannot_be_are_refused(tmp_path, options, sentence):
@@ -170,6 +171,13 @@ def test_missing_or_truncated_files_are_refused_with_one_sentence(folder, name):
         fp.load_dataset(str(folder))
     (folder / name).unlink()
     with pytest.raises(fp.UserError, match=r"own"):
+        fp.load_dataset(str(folder))
+
+
+def test_a_federation_in_another_format_is_refused(folder):
+    meta = json.loads((folder / META).read_text())
+    (folder / META).write_text(json.dumps(meta | {"format": 99}))
+    with pytest.raises(fp.UserError, match=r"own is not a complete federation \(format 99, not 1\): write it anew"):
         fp.load_dataset(str(folder))
 
 

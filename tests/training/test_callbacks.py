@@ -323,6 +323,14 @@ def test_only_a_boolean_returned_by_a_callback_ends_a_run(federation):
 
 
 @pytest.mark.thorough
+def test_what_a_callback_records_must_be_writable(federation, tmp_path):
+    def record(run, report):
+        run.history.rows[-1]["model"] = object()
+
+    with pytest.raises(fp.UserError, match="a callback keeps or records what cannot be written"):
+        fp.simulate(federation, "fedavg", callbacks=[record], run_dir=tmp_path / "run", **SMALL)
+
+
 def test_the_last_round_of_a_run_that_a_callback_ended_is_evaluated(federation):
     history = fp.simulate(federation, callbacks=[StopAt(3)], eval_every=2, **SMALL)
     expected = fp.simulate(federation, **SMALL | {"rounds": 3})

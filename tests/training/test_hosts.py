@@ -61,11 +61,28 @@ def metrics(folder):
     return np.array([[row["ga"], row["pa"], row["loss"]] for row in rows])
 
 
+COUNTING = """
+import fedjax_pcdd as fp
+
+class Counting(fp.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_round(self, run, report):
+        (self.folder / "rounds.txt").write_text(str(run.round))
+
+def counting(folder, options):
+    return Counting(folder)
+"""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """The same run in one process and in two: the folder of both, and how the three processes ended."""
     folder = tmp_path_factory.mktemp("runs")
-    options = ["--method=fedmr", "--rounds=3", "--fine-tune-epochs=1", *SMALL]
+    (folder / "counting.py").write_text(COUNTING)
+    logger = f"--loggers={folder / 'counting.py'}:counting"
+    options = ["--method=fedmr", "--rounds=3", "--fine-tune-epochs=1", logger, *SMALL]
     alone = start(*options, f"--run-dir={folder / 'alone'}", temporary=folder / "tmp")
     two = start_two(*options, f"--run-dir={folder / 'two'}", temporary=folder / "tmp")
     ended = [end(process) for process in (alone, *two)]
@@ -86,7 +103,7 @@ def test_two_processes_give_the_results_of_one(runs):
 def test_the_run_folder_of_two_processes_is_that_of_one(runs):
     folder, _ = runs
     files = [{str(p.relative_to(folder / name)) for p in (folder / name).glob("*")} for name in ("alone", "two")]
-    assert files[0] == files[1]
+    assert files[0] == files[1] >= {"rounds.txt"}
     config = (folder / "two" / "config.yaml").read_text()
     assert config == (folder / "alone" / "config.yaml").read_text().replace("/alone", "/two")
 
