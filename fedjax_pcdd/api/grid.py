@@ -14,7 +14,7 @@ from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import over_seeds
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import Option, members, options_of
-from fedjax_pcdd.training.metrics import MEASURES, chosen_by
+from fedjax_pcdd.training.metrics import DIGITS, MEASURES, chosen_by
 from fedjax_pcdd.training.options import configure, in_any_case, method_of, own_values
 from fedjax_pcdd.training.presets import listed_as, read_preset
 
@@ -172,7 +172,7 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
         yield stage
         chosen_on = configure(stage[0].given)[0].select_on
         measure = "ga_validation_best" if chosen_on == "validation" else "ga_best"
-        score = {row["experiment"]: row[measure] or 0.0 for row in summarise(stage, results)}
+        score = {row["experiment"]: round(row[measure] or 0.0, DIGITS) for row in summarise(stage, results)}
         best_first = sorted(stage, key=lambda e: score[e.group], reverse=True)
         for experiment in best_first[::-1]:  # so the first of the best of each method decides
             name = searched[experiment.given["method"]][depth : depth + 1]

@@ -71,8 +71,7 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned]
 def _cohorts(tuner: Simulation) -> list[list[np.ndarray]]:
     """All clients with samples, in portions of a cohort's size; each portion of all experiments [E]."""
     size = tuner.cohort_size
-    with_samples = [np.flatnonzero(sizes > 0) for sizes in tuner.sizes]
-    portions = [[clients[i : i + size] for i in range(0, len(clients), size)] for clients in with_samples]
+    portions = [[clients[i : i + size] for i in range(0, len(clients), size)] for clients in tuner.able]
     return [list(cohorts) for cohorts in zip_longest(*portions, fillvalue=np.zeros(0, int))]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fedjax_pcdd.engine.devices import select_device
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, in_one_line
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training import loggers
 from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig, values
@@ -133,7 +133,7 @@ def _join(config: RunConfig) -> None:
                 "`coordinator=HOST:PORT`, `processes` and `process`."
             ) from error
         check = f"check `coordinator={config.coordinator}`"
-        raise UserError(f"cannot meet the other processes ({_first_line(error)}): {check}.") from error
+        raise UserError(f"cannot meet the other processes ({in_one_line(error)}): {check}.") from error
 
 
 def _own_options(config: RunConfig, temporary: Path) -> RunConfig:
@@ -170,11 +170,7 @@ def _ending(error: BaseException, config: RunConfig) -> tuple[int, str]:
         return getattr(error, "code", 130), f"stopped; {f'{error}: ' if str(error) else ''}{_advice(config)}"
     if not any(word in str(error).lower() for word in GONE):
         return 1, "".join(traceback.format_exception(error)).rstrip()
-    return 1, f"{_who()} lost another one ({_first_line(error)}): {_advice(config)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return 1, f"{_who()} lost another one ({in_one_line(error)}): {_advice(config)}"
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def _note(number: int, _) -> None:
 def _guard(reading: socket.socket, finished: threading.Event, seconds: float, message: Callable[[], str]) -> None:
     """Wait for the first signal, then for the end of `watch`; end the process if that does not come in time."""
     with reading:
-        numbers = [number for number in reading.recv(64) if number in SIGNALS]
+        numbers: list[int] = []
         while not numbers:
             if not (received := reading.recv(64)):
                 return
