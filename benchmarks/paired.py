@@ -17,14 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 OURS, TORCH, BEFORE, AGAIN = "ours", "tuned loop", "before", "ours again"
 NOTE = """
 One lane, one core. Seconds are processor seconds of a round: the least and the median. Ratios are medians over the
 turns, with the middle half of them in brackets; above 1 ours is faster. "Least": the ratio of the two least times.
-"Ours again" is a second process of ours: what its ratio differs from 1 by is the error of the others. The machine had
-other work meanwhile, so that seconds are longer than in other tables.
+"Ours again" is a second process of ours: what its ratio differs from 1 by is the error of the others. Each turn has an
+order of its own.
 """
 
 
@@ -128,13 +129,18 @@ def ratio(other: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in numbers.items()}
 
 
-def markdown(where: str, results: dict[str, dict[str, list[float]]]) -> str:
-    """The table of all workloads."""
-    rivals = [name for name in (TORCH, BEFORE, AGAIN) if any(name in times for times in results.values())]
+def markdown(results: dict[str, dict[str, Any]]) -> str:
+    """The table of all workloads, each with where, when and against what it was measured."""
+    rivals = [name for name in (TORCH, BEFORE, AGAIN) if any(name in entry["seconds"] for entry in results.values())]
     headings = ["", "turns", *(f"{name}, s" for name in (OURS, *rivals))]
     headings += [text for name in rivals for text in (f"{name} / ours", "least")]
-    lines = [where, "", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    for workload, times in sorted(results.items()):
+    places: dict[str, list[str]] = {}
+    for workload, entry in sorted(results.items()):
+        places.setdefault(_where(entry), []).append(workload)
+    lines = [f"{', '.join(workloads)}: {where}." for where, workloads in places.items()]
+    lines += ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for workload, entry in sorted(results.items()):
+        times = entry["seconds"]
         seconds = (times.get(name) for name in (OURS, *rivals))
         cells = [workload, str(len(times[OURS]))]
         cells += [f"{min(values):.3f}, {statistics.median(values):.3f}" if values else "–" for values in seconds]
@@ -147,6 +153,14 @@ def markdown(where: str, results: dict[str, dict[str, list[float]]]) -> str:
     return "\n".join([*lines, NOTE])
 
 
+def _where(entry: dict[str, Any]) -> str:
+    machine, before = entry["machine"], entry["before"]
+    other_work = "no other work" if entry["idle"] else "other work"
+    text = f"{machine['cpu']}, 1 of {machine['cores']} cores, {other_work} on the machine, {machine['date']}"
+    text += f", ours at commit {entry['ours']}"
+    return text + (f", before at {before}" if before else "")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="w1,w2,w3,w4")
@@ -155,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--control", action="store_true", help="a second process of ours, too")
     parser.add_argument("--python", default=sys.executable, help="interpreter with JAX")
     parser.add_argument("--torch-python", default=sys.executable, help="interpreter with torch; empty for none")
+    parser.add_argument("--idle", action="store_true", help="note that the machine has no other work")
     parser.add_argument("--core", type=int, default=0, help="on which everything runs")
     parser.add_argument("--out", help="path of the files to write, without their ending; other workloads in them stay")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
@@ -165,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     os.sched_setaffinity(0, {args.core})
     results_file = Path(f"{args.out}.json")
-    results = json.loads(results_file.read_text())["seconds"] if results_file.exists() else {}
+    results = json.loads(results_file.read_text()) if results_file.exists() else {}
     for workload in args.workloads.split(","):
         contestants = {OURS: Contestant("engine", workload, args.python, ROOT)}
         if args.torch_python:
@@ -174,19 +189,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             contestants[BEFORE] = Contestant("engine", workload, args.python, args.before.absolute())
         if args.control:
             contestants[AGAIN] = Contestant("engine", workload, args.python, ROOT)
-        results[workload] = race(workload, contestants, args.seconds)
+        seconds = race(workload, contestants, args.seconds)
         for contestant in contestants.values():
             contestant.close()
-        machine = hardware(1)
-        head = {"machine": machine, "before": _commit(args.before) if args.before else None}
-        before = f"; before: commit {head['before']}" if args.before else ""
-        machine_text = f"{machine['cpu']}, 1 of {machine['cores']} cores, {machine['date']}{before}."
-        save(args.out, head | {"seconds": results}, markdown(machine_text, results))
+        before = _commit(args.before) if args.before else None
+        where = {"machine": hardware(1), "idle": args.idle, "ours": _commit(ROOT), "before": before}
+        results[workload] = where | {"seconds": seconds}
+        save(args.out, results, markdown(results))
     return None
 
 
 def _commit(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+", "--exclude=*"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

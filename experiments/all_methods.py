@@ -23,7 +23,8 @@ from fedjax_pcdd.errors import nearest
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, markdown, over_seeds
 from fedjax_pcdd.training.fields import read_text, write_text
-from fedjax_pcdd.training.folder import SUMMARY
+from fedjax_pcdd.training.folder import SUMMARY, failure_of
+from reproduction.results import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "experiments" / "equal_data", ROOT / "docs" / "results.md"
@@ -84,26 +85,13 @@ def run(table: str, row: str, runs: Path, more: list[str]) -> dict:
     process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     if process.returncode not in (0, 1):
         raise SystemExit(f"{method} on {table} was not run: {process.stderr.strip()}")
-    summaries = [
-        json.loads((run_folder / SUMMARY).read_text())
-        for run_folder in sorted(folder.glob("*-s*"))
-        if _ended(run_folder)
-    ]
-    failed = [line for line in process.stdout.splitlines() if line.startswith(f"{method}-s")]
+    folders = sorted(folder.glob("*-s*"))
+    summaries = [json.loads((one / SUMMARY).read_text()) for one in folders if (one / SUMMARY).is_file()]
+    failed = [f"{one.name}: {failure_of(one)}" for one in folders if not (one / SUMMARY).is_file()]
     seeds = [{"seed": summary["seed"]} | {name: summary.get(name) for name in MEASURES} for summary in summaries]
     return {
-        "command": shlex.join(["python", *command]), "version": _version(), "seeds": seeds, "failed": failed,
+        "command": shlex.join(["python", *command]), "version": commit(), "seeds": seeds, "failed": failed,
     }  # fmt: skip
-
-
-def _ended(folder: Path) -> bool:
-    return (folder / SUMMARY).is_file()
-
-
-def _version() -> str:
-    """The commit of the code, with "+" if files were changed since."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def table(name: str) -> Table:

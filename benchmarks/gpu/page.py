@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.items import latest, read
+from benchmarks.gpu.items import FINAL, latest, read
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "benchmarks/results/gpu.jsonl"
@@ -50,7 +50,7 @@ def page(lines: Sequence[Line]) -> str:
 
 
 def _machines(lines: Sequence[Line]) -> str:
-    """The machines it ran on, each once."""
+    """The machines it ran on, each once, and how far it has come."""
     machines = []
     for line in (line for line in lines if line["status"] == "machine"):
         versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items())
@@ -59,7 +59,19 @@ def _machines(lines: Sequence[Line]) -> str:
             f"- {gpu}; {line['cpu']}, {line['cores']} cores; Python {line['python']}, {versions}; {line['date']}."
         )
     note = "\n**A rehearsal on a CPU: these numbers mean nothing.**" if any(x.get("rehearsed") for x in lines) else ""
-    return "\n".join([*dict.fromkeys(machines), note, ""])
+    return "\n".join([*dict.fromkeys(machines), note, _progress(lines), ""])
+
+
+def _progress(lines: Sequence[Line]) -> str:
+    """How many items of each part have a result."""
+    from benchmarks.gpu import papers, speed, works  # a starting worker does not need what items are made from
+
+    rehearsed, last_lines = any(line.get("rehearsed") for line in lines), latest(lines)
+    parts = works.items(rehearsed), speed.items(rehearsed), papers.items(rehearsed, None, Path("runs"), lines)
+    counts = [(sum(last_lines.get(i.name, {}).get("status") in FINAL for i in items), len(items)) for items in parts]
+    words = ", ".join(f"{done} of {every} items of part {number}" for number, (done, every) in enumerate(counts, 1))
+    rest = " The rest has not been measured." if any(done < every for done, every in counts) else ""
+    return f"Done so far: {words}.{rest}"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedjax_pcdd import __version__
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.cli.messages import sentence
@@ -98,16 +99,24 @@ def run_cells(cells: Sequence[Cell], folders: Folders) -> list[dict[str, Any]]:
 
     Raises:
       InUse: another process uses one of the folders.
-      UserError: files cannot be written; a run that itself fails is a result.
+      UserError: files cannot be written, or results of this version are wanted and a folder holds a run of another one;
+        a run that itself fails is a result.
     """
     for cell in cells:
         configured(cell, folders.presets)  # a mistake in the plan must not become a failed run
+        if folders.current:
+            _check_version(run_folder(cell, folders))
     try:
         trained = zip(cells, _trained(cells, folders), strict=True)
         return [_result(cell, error, folders) for cell, error in trained]
     finally:
         jax.clear_caches()
         gc.collect()
+
+
+def _check_version(folder: Path) -> None:
+    if (folder / "config.yaml").is_file() and (version := results.begun_with(read_record(folder))) != __version__:
+        raise UserError(f"{folder} holds a run of version {version}: remove it, or name another `runs_dir`.")
 
 
 def _trained(cells: Sequence[Cell], folders: Folders) -> list[UserError | None]:

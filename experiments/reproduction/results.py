@@ -3,6 +3,8 @@
 import json
 import platform
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,7 @@ from fedjax_pcdd.training.config import RUN, values
 from fedjax_pcdd.training.fields import options_of, write_text
 from fedjax_pcdd.training.folder import PACKAGES
 from fedjax_pcdd.training.protocols import needs_epochs
+from reproduction.columns import FIRST
 from reproduction.plan import Cell
 
 KEPT = (
@@ -55,6 +58,23 @@ def has_result(folder: Path, cell: Cell, *, current: bool = False) -> bool:
 def is_current(result: Mapping[str, Any]) -> bool:
     """Whether a result is of this version; versions up to 0.1 were not written down."""
     return result.get("version") == __version__
+
+
+def begun_with(record: RunRecord) -> str:
+    """The version that began a run; runs of versions up to 0.1 do not say it."""
+    return ((record.resolved.get("inputs") or {}).get("versions") or {}).get("fedjax-pcdd", FIRST)
+
+
+def commit() -> str | None:
+    """The commit of the package, with "+" if its files have changed since; None outside a clone."""
+    git = ["git", "-C", str(Path(__file__).parents[2])]
+    if shutil.which("git") is None:
+        return None
+    head = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True)
+    if head.returncode:
+        return None
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "fedjax_pcdd"], capture_output=True).returncode
+    return head.stdout.strip() + "+" * bool(changed)
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -131,7 +151,8 @@ def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
     seconds = sum(row["seconds"] + row.get("eval_seconds", 0.0) for row in record.rows)
     return {
         "status": "finished",
-        "version": __version__,
+        "version": begun_with(record),
+        "commit": commit(),
         **identity(cell, record.config),
         "hyperparameters": record.resolved.get("hyperparameters", {}),
         **{name: _rounded(summary[name]) for name in KEPT if summary.get(name) is not None},
@@ -145,7 +166,8 @@ def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
 
 def failed(cell: Cell, config: Mapping[str, Any], sentence: str) -> dict[str, Any]:
     """The result of a run that could not reach its end."""
-    result = {"status": "failed", "version": __version__, **identity(cell, config), "sentence": sentence}
+    code = {"version": __version__, "commit": commit()}
+    result = {"status": "failed", **code, **identity(cell, config), "sentence": sentence}
     return {**result, "machine": machine(), "decisive": decisive(config)}
 
 

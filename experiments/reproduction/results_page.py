@@ -53,6 +53,11 @@ READING = """## How to read it
   distinguishable*. With three to five seeds and this many claims, hardly any difference can pass, however large. So
   the list of claims has three p-values for the best round: unadjusted, adjusted for the claims on the same table and
   scale, and adjusted for the page, which decides. For a single seed only the sign is given.
+- **Looked at twice.** Of the comparisons that three seeds did not decide, those of the papers' main claims were given
+  two more seeds. Their p-values, of all five, are not corrected for this, so that chance passes the level more often
+  than one in twenty times.
+- **Versions.** Pairs are of runs of one version, but version 0.2.0 grew for weeks while they were made; the result of a
+  newer run also names its commit.
 - **Older settings.** Where a number is older than a preset or a default, its command has the options it was run with,
   and so do its row (or the line that says what is over the preset) and the comparisons it appears in.
 - **PA and epochs.** Under the rule of a preset PA may be chosen among the epochs of a round on the clients' tests, as

@@ -129,6 +129,8 @@ def _taken(portion: Sequence[Cell], folders: Folders, budget: Budget) -> Iterato
             name = claim_name(cell, folders)
             if name not in claimed_cells and claims.enter_context(claimed(cell, folders)):
                 claimed_cells[name] = cell
+        if not claimed_cells:
+            return
         known_results = results.read_results(folders.results)  # read again: other processes add results
         to_run = []
         for cell in claimed_cells.values():

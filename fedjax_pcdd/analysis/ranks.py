@@ -21,6 +21,7 @@ class Ranks(NamedTuple):
       high: [M] upper end, at most M.
       critical: mean ranks that differ by less are not distinguished at 5 % (Nemenyi); NaN with one split or method.
       over: [M, 2] ends of the interval of the mean rank minus that of the baseline; None without a baseline.
+      p: [M] p-values of these differences, two-sided and for each method alone; NaN for the baseline itself.
     """
 
     mean: np.ndarray
@@ -28,6 +29,7 @@ class Ranks(NamedTuple):
     high: np.ndarray
     critical: float
     over: np.ndarray | None = None
+    p: np.ndarray | None = None
 
 
 def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
@@ -36,7 +38,7 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
     All methods share the draws, so two methods can be compared by the interval of the difference of their mean ranks.
     An interval is Student's with the standard deviation of the draws, widened by sqrt(n / (n - 1)) for n splits, since
     quantiles of so few things drawn again are too narrow. Of a single split n counts the seeds, and the choice of the
-    split is not covered.
+    split is not covered. A p-value is of the same test; where no draw differs, of the sign test of n equal signs.
 
     Args:
       scores: [M, B, N], larger is better; -inf for a run that diverged.
@@ -54,15 +56,33 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
     draws, mean = _ranked(drawn).mean(-1), _ranked(scores.mean(-1)).mean(-1)  # [M, DRAWS], [M]
     n = splits if splits > 1 else seeds
     low, high = np.clip(_interval(mean, draws, n), 1, methods)
-    over = None if baseline is None else _interval(mean - mean[baseline], draws - draws[baseline], n)
-    over = None if over is None else np.clip(over, 1 - methods, methods - 1).T
-    return Ranks(mean, low, high, critical_difference(methods, splits), over)
+    ranked = Ranks(mean, low, high, critical_difference(methods, splits))
+    if baseline is None:
+        return ranked
+    difference, drawn_differences = mean - mean[baseline], draws - draws[baseline]
+    over = np.clip(_interval(difference, drawn_differences, n), 1 - methods, methods - 1).T
+    p = _p_values(difference, drawn_differences, n)
+    p[baseline] = np.nan
+    return ranked._replace(over=over, p=p)
+
+
+def _error(draws: np.ndarray, n: int) -> np.ndarray:
+    """Standard errors [M] of the means of n things with draws [M, DRAWS]; infinite if n is 1."""
+    return np.full(len(draws), np.inf) if n == 1 else np.sqrt(n / (n - 1)) * draws.std(1)
 
 
 def _interval(mean: np.ndarray, draws: np.ndarray, n: int) -> np.ndarray:
     """Ends [2, M] of the 95 % intervals about means [M] of n things with draws [M, DRAWS]; infinite if n is 1."""
-    half = np.full(len(mean), np.inf) if n == 1 else t.ppf(0.975, n - 1) * np.sqrt(n / (n - 1)) * draws.std(1)
+    half = t.ppf(0.975, max(n - 1, 1)) * _error(draws, n)
     return np.stack([mean - half, mean + half])
+
+
+def _p_values(mean: np.ndarray, draws: np.ndarray, n: int) -> np.ndarray:
+    """P-values [M] of the means [M] of n things with draws [M, DRAWS], two-sided."""
+    error = _error(draws, n)
+    equal = np.where(mean == 0, 1.0, 0.5 ** (n - 1))
+    statistic = np.divide(np.abs(mean), error, out=np.zeros_like(mean), where=error > 0)
+    return np.where(error > 0, 2 * t.sf(statistic, max(n - 1, 1)), equal)
 
 
 def _ranked(scores: np.ndarray) -> np.ndarray:

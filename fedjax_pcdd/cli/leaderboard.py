@@ -18,6 +18,7 @@ from fedjax_pcdd.cli.options import command, scan
 from fedjax_pcdd.cli.sweep import processes
 from fedjax_pcdd.errors import UserError, is_there, nearest, writing
 from fedjax_pcdd.report import standings
+from fedjax_pcdd.report.statistics import holm
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
 from fedjax_pcdd.screen import Screen
 from fedjax_pcdd.training.fields import read_text, run_option, write_text
@@ -134,7 +135,8 @@ def _ranking(page: Path, network: str, names: list[str], splits: list[str], scor
     draw_ranks(names, ranked, picture)
     remarks = (
         f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % intervals, by drawing splits and seeds "
-        f"again. {standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
+        f"again. P-values are of the differences from {BASELINE}, alone and adjusted by Holm for all methods here. "
+        f"{standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
     )
     if len(splits) > 1:
         remarks += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
@@ -147,14 +149,17 @@ def _ranking(page: Path, network: str, names: list[str], splits: list[str], scor
 
 
 def _ranks_table(names: list[str], ranked: Ranks, baseline: int | None) -> Table:
-    """The methods by rising mean rank, with the intervals."""
+    """The methods by rising mean rank, with the intervals, and p-values of the differences from the baseline."""
+    over, p = ranked.over, ranked.p
+    adjusted = [] if p is None else holm([None if np.isnan(value) else float(value) for value in p])
     rows = []
     for i in ranked.mean.argsort(kind="stable"):
         spans = [f"{ranked.low[i]:.1f} to {ranked.high[i]:.1f}"]
-        if ranked.over is not None:
-            spans.append(" to ".join(f"{end:+.1f}" for end in ranked.over[i]) if i != baseline else "")
+        if over is not None and p is not None:
+            compared = (" to ".join(f"{end:+.1f}" for end in over[i]), f"{p[i]:.3f}", f"{adjusted[i] or 0.0:.3f}")
+            spans += compared if i != baseline else ("", "", "")
         rows.append(Row(names[i], (Cell(float(ranked.mean[i])), *(Cell(text=span) for span in spans))))
-    headings = ("interval", f"less {BASELINE}'s")[: 1 + (ranked.over is not None)]
+    headings = ("interval", *((f"less {BASELINE}'s", "p", "p, Holm") if over is not None else ()))
     return Table("", (Column("mean rank", digits=1), *map(Column, headings)), tuple(rows))
 
 

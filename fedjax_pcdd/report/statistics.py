@@ -105,7 +105,7 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
 def family(differences: Sequence[Difference | None]) -> list[Difference | None]:
     """Comparisons of one family, with p-values adjusted by Holm; those of a single pair do not count."""
     columns = [
-        _holm([None if difference is None else getattr(difference, name) for difference in differences])
+        holm([None if difference is None else getattr(difference, name) for difference in differences])
         for name in ("p", "rank_p")
     ]
     return [
@@ -114,10 +114,10 @@ def family(differences: Sequence[Difference | None]) -> list[Difference | None]:
     ]
 
 
-def _holm(p_values: Sequence[float | None]) -> list[float | None]:
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
     """P-values adjusted by Holm's method.
 
-    >>> _holm([0.01, None, 0.04, 0.03])
+    >>> holm([0.01, None, 0.04, 0.03])
     [0.03, None, 0.06, 0.06]
     """
     ascending = sorted((p, i) for i, p in enumerate(p_values) if p is not None)

@@ -205,6 +205,12 @@ def test_one_seed_of_one_split_says_nothing_about_the_ranks():
     ranking = ranks(np.array([[[0.9]], [[0.5]], [[0.1]]]), baseline=0)
     np.testing.assert_array_equal([ranking.low, ranking.high], [[1] * 3, [3] * 3])
     np.testing.assert_array_equal(ranking.over, [[-2, 2]] * 3)
+    np.testing.assert_array_equal(ranking.p, [np.nan, 1, 1])
+
+
+def test_ranks_that_no_draw_changes_have_the_p_value_of_the_sign_test():
+    ranking = ranks(np.array([[[0.9, 0.9, 0.8]], [[0.5, 0.5, 0.4]]]), baseline=0)
+    np.testing.assert_array_equal(ranking.p, [np.nan, 0.25])
 
 
 def test_rank_intervals_of_equal_seeds_are_students():
@@ -212,6 +218,8 @@ def test_rank_intervals_of_equal_seeds_are_students():
     split_ranks, ranking = rankdata(-scores[..., 0], axis=0), ranks(scores, baseline=0)
     expected = ttest_1samp(split_ranks - split_ranks[0], 0, axis=1).confidence_interval(0.95)
     np.testing.assert_allclose(ranking.over[1:].T, np.clip(expected, -8, 8)[:, 1:], atol=0.2)
+    p = ttest_1samp(split_ranks - split_ranks[0], 0, axis=1).pvalue
+    np.testing.assert_allclose(ranking.p[1:], p[1:], atol=0.02)
     expected = ttest_1samp(split_ranks, 0, axis=1).confidence_interval(0.95)
     np.testing.assert_allclose([ranking.low, ranking.high], np.clip(expected, 1, 9), atol=0.2)
 

@@ -1,5 +1,7 @@
 """The benchmarks run, and print what their tables are made from. No timing is asserted."""
 
+import doctest
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -156,6 +158,28 @@ def test_paired_times_one_round_of_each_in_turn_after_two_warm_up_rounds():
     assert [sorted(turn) for turn in turns] == [["ours", "theirs"]] * 5
     assert len(set(map(tuple, turns))) == 2  # in either order
     assert paired.ratio(times["theirs"], times["ours"]) == {"low": 2.0, "median": 3.0, "high": 4.0, "least": 2.0}
+
+
+def test_a_paired_table_says_of_each_workload_where_it_was_measured():
+    machine = {"cpu": "A CPU", "cores": 2, "date": "2026-01-01"}
+    seconds = {"ours": [1.0] * 5, "before": [2.0] * 5}
+    entry = {"machine": machine, "idle": True, "ours": "abc1234", "before": None, "seconds": seconds}
+    text = paired.markdown({"w1": entry, "w2": entry, "w3": entry | {"idle": False, "before": "def5678"}})
+    assert text.splitlines()[:2] == [
+        "w1, w2: A CPU, 1 of 2 cores, no other work on the machine, 2026-01-01, ours at commit abc1234.",
+        "w3: A CPU, 1 of 2 cores, other work on the machine, 2026-01-01, ours at commit abc1234, before at def5678.",
+    ]
+
+
+WITH_EXAMPLES = [path for path in (ROOT / "benchmarks").rglob("*.py") if ">>>" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", sorted(WITH_EXAMPLES), ids=lambda path: path.stem)
+def test_the_examples_of_benchmarks_are_true(path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    tried = doctest.testmod(module)
+    assert tried.attempted
+    assert not tried.failed
 
 
 @pytest.mark.slow

@@ -308,8 +308,9 @@ def test_other_settings_of_the_main_claim_are_counted_and_clear_ones_named():
     ]  # fmt: skip
     under_other_settings = departures_among([{**result, "table": claim.table} for result in results], claim)
     assert sentences(Facts([], [], under_other_settings, []))[5] == (
-        "In 2 of 3 comparisons under other settings (readings, length, network) FedMR is above FedAvg, against 3 with "
-        "the usual settings and the same seeds; of the 2 with more than one seed it is clearly above in 1 (A `form`, "
+        "In 2 of 3 comparisons under other settings (readings, length, network) FedMR is above FedAvg, against 2 of "
+        "the 2 with usual settings and the same seeds that they are compared with; of the 2 with more than one seed it "
+        "is clearly above in 1 (A `form`, "
         "form=x: +5.10 [+4.85 to +5.35, 3 seeds]) and clearly below in 0."
     )
 

@@ -241,6 +241,21 @@ def test_results_of_another_version_are_replaced_on_request(folders, tmp_path):
     assert unfinished([first], current_only) == []
 
 
+@pytest.mark.thorough
+def test_runs_of_another_version_give_no_results_of_this_one(folders, monkeypatch):
+    cell = cells_named(folders, "tiny-A-fedavg-s0")[0]
+    run_session(folders, [cell])
+    path = results.result_path(folders.results, cell)
+    assert json.loads(path.read_text())["commit"]
+    monkeypatch.setattr(results, "__version__", "9.9")
+    monkeypatch.setattr("reproduction.cells.__version__", "9.9")
+    with pytest.raises(UserError, match=r"holds a run of version .*: remove it"):
+        run_session(folders._replace(current=True), [cell])
+    path.unlink()
+    run_session(folders, [cell])
+    assert json.loads(path.read_text())["version"] == fedjax_pcdd.__version__  # that which ran it
+
+
 def test_cells_whose_data_is_missing_are_skipped_and_stay_unfinished(folders):
     text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg, fedprox], settings: {dataset: cifar10}}]"
     cells = planned(folders._replace(data=folders.runs), text)

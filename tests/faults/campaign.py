@@ -6,7 +6,8 @@
     python tests/faults/campaign.py counts --out=faults.jsonl
 
 An outcome is `same` (the bits of an undisturbed run), `refused` (one sentence, exit code 2) or `wrong`, anything else:
-other numbers, a traceback, another exit code. What a fault does follows from its number alone.
+other numbers, a traceback, another exit code. After kills `refused` is wrong, too. What a fault does follows from its
+number alone.
 """
 
 import argparse
@@ -40,6 +41,7 @@ OWN_MODELS = [
     "--public-batch=32",
 ]  # for participants with models of their own
 KILLS = 4  # of one run, one after another, until it may end
+MOST_MISSED = 10  # runs in a row that ended before they were killed
 
 
 def kinds() -> list[tuple[str, list[str]]]:
@@ -176,7 +178,7 @@ def kill(number: int, folder: Path) -> dict:
         if (killed / "summary.json").exists() or (killed / "summary.csv").exists():
             break
     code, err = ended(start(command(kind, options, killed, resume=(killed / "config.yaml").exists())))
-    verdict = outcome(code, err, killed, expected)
+    verdict = "same" if outcome(code, err, killed, expected) == "same" else "wrong"
     why = "" if verdict == "same" else f"{code} {err[-500:]}"
     return {"fault": "kill", "kind": kind, "kills": kills, "rounds": rounds_at_kills, "outcome": verdict, "why": why}
 
@@ -199,6 +201,9 @@ def interrupted(folder: Path) -> list:
     return results(folder / "whole")
 
 
+FILE_FAULTS = "flip", "cut", "delete", "empty"
+
+
 def damage(number: int, original: Path, folder: Path, expected: list) -> dict:
     """Flip a byte of a file, cut it or delete it, and resume in this process."""
     from fedjax_pcdd.cli.run import main
@@ -206,8 +211,9 @@ def damage(number: int, original: Path, folder: Path, expected: list) -> dict:
     rng = random.Random(number)
     shutil.copytree(original, folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    random.Random(0).shuffle(files)
-    file, fault = files[number % len(files)], ("flip", "cut", "delete", "empty")[number // len(files) % 4]
+    pairs = [(file, fault) for file in files for fault in FILE_FAULTS]
+    random.Random(0).shuffle(pairs)
+    file, fault = pairs[number % len(pairs)]
     content = bytearray(file.read_bytes())
     if fault == "delete":
         file.unlink()
@@ -270,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
-    faults = {"kills": ("kill",), "disks": ("full",)}.get(options.what, ("flip", "cut", "delete", "empty"))
+    faults = {"kills": ("kill",), "disks": ("full",)}.get(options.what, FILE_FAULTS)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     entries = [entry for entry in map(json.loads, lines) if entry["fault"] in faults]
     number = options.first + len(entries)
@@ -280,6 +286,7 @@ def main(argv: list[str] | None = None) -> int:
         expected = (
             interrupted(whole) if options.what == "files" else undisturbed(whole) if options.what == "disks" else []
         )
+        missed = 0
         while options.what != "counts" and progress < options.count:
             folder = Path(base) / str(number)
             if options.what == "files":
@@ -291,6 +298,9 @@ def main(argv: list[str] | None = None) -> int:
                 out.write(json.dumps({"number": number} | entry) + "\n")
             progress += entry.get("kills", 1)
             number += 1
+            missed = 0 if entry.get("kills", 1) else missed + 1
+            if missed == MOST_MISSED:
+                sys.exit(f"No kill has landed in {missed} runs: they end too soon.")
     table = counts(options.out)
     for fault, outcomes in table.items():
         print(f"{fault}: " + ", ".join(f"{count} {word}" for word, count in outcomes.items() if count))
