@@ -19,11 +19,13 @@ from commands import parse
 
 import method_pages
 from documentation import relinked
+from fedjax_pcdd import registry
 from fedjax_pcdd.api import grid
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli import search, sweep
 from fedjax_pcdd.cli.help import information
+from fedjax_pcdd.cli.main import COMMANDS
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.partition import PARTITIONS
 from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS
@@ -47,13 +49,16 @@ def name_of(path):
 
 
 def commands(path):
-    """Every `python experiments/...` of a file, as words; a backslash at the end of a line continues it.
+    """Every command of a file, as the name of its script and words; a backslash at the end of a line continues it.
 
     A shell variable becomes 0 where it is the value of an option; a word that is a shell variable is left out.
     """
     text = re.sub(r"=\$\w+", "=0", path.read_text().replace("\\\n", " "))
-    calls = re.findall(r"python (experiments/\w+\.py[^`|\n#;]*)", text)
-    return [[word for word in shlex.split(call) if not word.startswith("$")] for call in calls]
+    names = "|".join(COMMANDS)
+    installed = rf"(?:^ *|`)fedjax-pcdd ({names})\b(?! \.\.\.)"
+    calls = re.findall(rf"(?:python experiments/(\w+)\.py|{installed})([^`|\n#;]*)", text, re.MULTILINE)
+    return [[script or name, *(word for word in shlex.split(rest) if not word.startswith("$"))]
+            for script, name, rest in calls]  # fmt: skip
 
 
 def every_command():
@@ -75,6 +80,7 @@ def registered(monkeypatch, tmp_path, example):
     """Registers the example by its name and as the file that commands of the documentation use."""
     monkeypatch.setitem(METHODS, "fedkeep", example)
     (tmp_path / "fedkeep.py").write_text(EXAMPLE)
+    monkeypatch.setattr(registry, "_recorded", dict(registry._recorded))
     recall({"fedkeep.py:FedKeep": origin_of_file(tmp_path / "fedkeep.py", "FedKeep")})
 
 
@@ -94,8 +100,8 @@ def session(tmp_path_factory):
     folder = tmp_path_factory.mktemp("session")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for registry in (METHODS, SERVER_OPTIMISERS, PARTITIONS, LOGGERS):
-            patch.setattr(registry, "data", dict(registry.data))
+        for names in (METHODS, SERVER_OPTIMISERS, PARTITIONS, LOGGERS):
+            patch.setattr(names, "data", dict(names.data))
         yield {"__name__": "bring_your_own"}
 
 
@@ -156,13 +162,13 @@ def test_every_command_of_the_documentation_parses(registered, words, monkeypatc
     script, *argv = words
     method = "fccl" if any(word.startswith("--task") for word in argv) else "fedavg"
     argv = [word.replace("METHOD", method) for word in argv]
-    if script.endswith("/run.py"):
+    if script == "run":
         options = cli.scan(argv)
         assert "resume" in options or information(options) or cli.configure(options)
-    elif script.endswith("/sweep.py"):
+    elif script == "sweep":
         options = {name: text for name, text in cli.scan(argv).items() if name not in sweep.OPTIONS}
         assert all(cli.configure(experiment.given) for experiment in grid.expand(options))
-    elif script.endswith("/search.py"):
+    elif script == "search":
         pytest.importorskip("optuna")
         options = {name: text for name, text in cli.scan(argv).items() if name not in search.OPTIONS}
         assert next(Search(options, {}).stages(1))
@@ -173,10 +179,11 @@ def test_every_command_of_the_documentation_parses(registered, words, monkeypatc
 
 def help_of(script, argv, monkeypatch, capsys):
     """What a script prints for --help; for `analyse`, the first word selects the subcommand."""
-    subcommand = itertools.takewhile(lambda word: not word.startswith("-"), argv[:1] if "analyse" in script else [])
-    monkeypatch.setattr(sys, "argv", [script, *subcommand, "--help"])
+    subcommand = itertools.takewhile(lambda word: not word.startswith("-"), argv[:1] if script == "analyse" else [])
+    file = ROOT / f"experiments/{script}.py"
+    monkeypatch.setattr(sys, "argv", [script, *([] if file.exists() else [script]), *subcommand, "--help"])
     with pytest.raises(SystemExit) as exit_info:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        runpy.run_path(str(file if file.exists() else ROOT / "fedjax_pcdd/__main__.py"), run_name="__main__")
     assert not exit_info.value.code
     return capsys.readouterr().out
 
@@ -224,10 +231,10 @@ def test_the_command_of_a_method_names_a_task_only_where_participants_exchange()
 def folders_made_by(words):
     """The folders of the runs that a command makes."""
     script, *argv = words
-    options = cli.scan(argv) if script.endswith(("/run.py", "/sweep.py")) else {}
-    if script.endswith("/run.py") and "resume" not in options and not information(options):
+    options = cli.scan(argv) if script in ("run", "sweep") else {}
+    if script == "run" and "resume" not in options and not information(options):
         return [str(run_folder(cli.configure(options)[0]))]
-    if script.endswith("/sweep.py"):
+    if script == "sweep":
         folder = options.pop("sweep_dir")  # without this option its name is a digest
         return [f"{folder}/{experiment.name}" for experiment in grid.expand(options)]
     return []

@@ -20,6 +20,7 @@ from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import RunRecord, readable
 from fedjax_pcdd.report.grouping import differing
+from fedjax_pcdd.report.tables import NOTHING
 from fedjax_pcdd.training.folder import RunFolder
 
 Lines = tuple[list[str], list[list[str]]]  # headings and cells of a table
@@ -56,10 +57,13 @@ def _with_start(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
-    """Accuracies of the last round by public data set, and with and without CON (Figures 7 and 8), of common seeds."""
-    records_by_setting: dict[tuple[str, bool], list[RunRecord]] = {}
+    """Accuracies of the last round by public data set, and with and without CON (Figures 7 and 8), of common seeds.
+
+    Methods other than FCCL have no such term, and a dash in its column.
+    """
+    records_by_setting: dict[tuple[str, bool | None], list[RunRecord]] = {}
     for record in records:
-        continual = record.resolved.get("hyperparameters", {}).get("continual", True)
+        continual = record.resolved.get("hyperparameters", {}).get("continual")
         public = str(record.config["public"] or _recipe(record).public)
         records_by_setting.setdefault((public, continual), []).append(record)
     domains, *other_domains = [_domains(record) for record in records]
@@ -77,7 +81,7 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
         numbers = [
             f"{100 * x:.2f}" for name in ("inter", "intra") for x in (*accuracies[name], accuracies[name].mean())
         ]
-        lines.append([public, "with" if continual else "without", *numbers])
+        lines.append([public, {True: "with", False: "without", None: NOTHING}[continual], *numbers])
     heads = [f"{name} {domain} (%)" for name in ("inter", "intra") for domain in (*domains, "mean")]
     return ["public images", "CON", *heads], lines
 
@@ -95,15 +99,15 @@ def _over_seeds(records: list[RunRecord]) -> dict[str, np.ndarray]:
     return {name: np.mean([r.result[name] for r in records], axis=0) for name in ("inter", "intra")}
 
 
-def _bars(means: dict[tuple[str, bool], Any], domains: Sequence[str]) -> tuple[dict, list[str]]:
+def _bars(means: dict[tuple[str, bool | None], Any], domains: Sequence[str]) -> tuple[dict, list[str]]:
     """Panels and groups: with and without CON by public data set, or by domain if all runs are of one kind."""
-    kinds = sorted({continual for _, continual in means}, reverse=True)
+    kinds = sorted({continual for _, continual in means}, key=bool, reverse=True)
     publics = list(dict.fromkeys(public for public, _ in means))
     if len(kinds) == 1:
         bars = {public: [*accuracies["inter"], accuracies["inter"].mean()] for (public, _), accuracies in means.items()}
         return {"other domains": bars}, [*domains, "mean"]
     missing = {"inter": np.array([np.nan]), "intra": np.array([np.nan])}
-    names = {True: "FCCL", False: "without CON"}
+    names: dict[bool | None, str] = {True: "FCCL", False: "without CON"}
     return {
         title: {names[k]: [means.get((public, k), missing)[name].mean() for public in publics] for k in kinds}
         for name, title in (("inter", "other domains"), ("intra", "own domain"))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,17 +69,19 @@ class TensorBoard(Logger):
     """Event files for TensorBoard."""
 
     def __init__(self, folder: Path):
-        """Open the event file; UserError without tensorboardX."""
-        self._writer = load("tensorboard").SummaryWriter(str(folder))
+        """UserError without tensorboardX."""
+        self._open, self._writer = partial(load("tensorboard").SummaryWriter, str(folder)), None
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
-        """Log one point per scalar."""
+        """Log one point per scalar; a run that resumes hides what was logged after its checkpoint."""
+        self._writer = self._writer or self._open(purge_step=round)
         for name, value in values.items():
             self._writer.add_scalar(name, value, round)
 
     def on_end(self, run: Run) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        if self._writer:
+            self._writer.close()
 
 
 class WandB(Logger):

@@ -430,6 +430,11 @@ def test_an_ablation_is_of_one_setting_and_counts_each_seed_once(tmp_path, capsy
     assert [cell.strip() for cell in row.split("|")[3:6]] == ["50.00", "50.00", "50.00"]
 
 
+def test_methods_without_continual_learning_have_a_dash_in_its_column(tmp_path, capsys):
+    run = task_run(tmp_path / "run", method="solo", origin={"hyperparameters": {}})
+    assert printed(capsys, "ablation", run).splitlines()[-1].split("|")[2].strip() == "–"
+
+
 def test_an_ablation_has_rows_with_and_without_continual_learning_of_the_seeds_that_both_have(tmp_path, capsys):
     runs = [task_run(tmp_path / str(i), seed=i) for i in range(2)]
     without = {"origin": {"hyperparameters": {"continual": False}}, "continual": False}

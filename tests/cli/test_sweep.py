@@ -546,6 +546,14 @@ def test_a_launcher_that_is_missing_or_refuses_is_one_sentence(tmp_path, monkeyp
         launch(["true"], tmp_path, options, ["--slurm.partition=gpu"])
 
 
+def test_a_worker_that_dies_is_named(tmp_path, capsys):
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    processes([sys.executable, "-c", killed], tmp_path, 1)
+    assert "Process 0 of 1 ended early (code -9)" in capsys.readouterr().err
+    processes([sys.executable, "-c", "raise SystemExit(1)"], tmp_path, 1)  # of failed experiments
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["file", "file/below", "/proc/nothing/sweep"])
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, capsys, name, workers):

@@ -286,7 +286,7 @@ def test_tensorboard_gets_the_scalars_over_rounds(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", package)
     call_with_rows(TensorBoard(tmp_path / "tensorboard"), 3, 2, [ROW])
     assert package.calls == [
-        ("SummaryWriter", str(tmp_path / "tensorboard"), {}),
+        ("SummaryWriter", str(tmp_path / "tensorboard"), {"purge_step": 3}),
         ("add_scalar", "ga", 0.5, 3, {}),
         ("add_scalar", "loss", 0.25, 3, {}),
         ("close", {}),
