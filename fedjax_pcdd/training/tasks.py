@@ -113,7 +113,7 @@ class ParticipantSetup(Setup):
         if config.data == "stream":
             raise UserError("participants with models of their own have all samples on the device: drop `data`.")
         if config.devices not in ("auto", 1) or jax.process_count() > 1:
-            raise UserError("participants with models of their own train on one device: leave out `devices` and `coordinator`.")
+            raise UserError("participants with models of their own train on one device: drop `devices`, `coordinator`.")
         if config.model and config.models:
             raise UserError("`models` names all architectures: drop `model`.")
         if not method.traits().own_models and config.pretrain_epochs:

@@ -491,7 +491,8 @@ class EndedWorker:
         self.gpus.append(env["CUDA_VISIBLE_DEVICES"])
 
     def wait(self):
-        """The worker has ended."""
+        """The worker has ended, with this exit code."""
+        return 0
 
     terminate = wait
 
