@@ -23,7 +23,7 @@ from fedjax_pcdd.errors import nearest
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, markdown, over_seeds
 from fedjax_pcdd.training.fields import read_text, write_text
-from fedjax_pcdd.training.folder import SUMMARY, failure_of
+from fedjax_pcdd.training.folder import CLAIMS, SUMMARY, failure_of
 from reproduction.results import commit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,10 @@ def run(table: str, row: str, runs: Path, more: list[str]) -> dict:
         raise SystemExit(f"{method} on {table} was not run: {process.stderr.strip()}")
     folders = sorted(folder.glob("*-s*"))
     summaries = [json.loads((one / SUMMARY).read_text()) for one in folders if (one / SUMMARY).is_file()]
-    failed = [f"{one.name}: {failure_of(one)}" for one in folders if not (one / SUMMARY).is_file()]
+    failures = {file.stem: failure_of(folder / file.stem) for file in sorted((folder / CLAIMS).glob("*.failed"))}
+    if left := [one.name for one in folders if one.name not in failures and not (one / SUMMARY).is_file()]:
+        raise SystemExit(f"{left[0]} on {table} was not finished: run the same command again.")
+    failed = [f"{name}: {reason}" for name, reason in failures.items()]
     seeds = [{"seed": summary["seed"]} | {name: summary.get(name) for name in MEASURES} for summary in summaries]
     return {
         "command": shlex.join(["python", *command]), "version": commit(), "seeds": seeds, "failed": failed,

@@ -115,7 +115,11 @@ def run_cells(cells: Sequence[Cell], folders: Folders) -> list[dict[str, Any]]:
 
 
 def _check_version(folder: Path) -> None:
-    if (folder / "config.yaml").is_file() and (version := results.begun_with(read_record(folder))) != __version__:
+    if not (folder / "config.yaml").is_file():
+        return
+    record = read_record(folder)
+    begun = record.resolved or record.rows  # without either nothing has been computed
+    if begun and (version := results.begun_with(record)) != __version__:
         raise UserError(f"{folder} holds a run of version {version}: remove it, or name another `runs_dir`.")
 
 
@@ -140,7 +144,7 @@ def _asked(cell: Cell, folders: Folders) -> Asked:
     """The request for a cell: a new run, or the rest of one that was begun."""
     folder, overrides = run_folder(cell, folders), {**_data(folders), "quiet": "true"}
     config, method = configured(cell, folders.presets, **overrides)
-    origin = {**cell.origin, "command": results.command(cell, values(config, method))}
+    origin = {**cell.origin, "command": results.command(cell, values(config, method)), "commit": results.commit()}
     if (folder / "config.yaml").is_file():
         return Asked(*configure({"resume": str(folder), **overrides}, folders.presets), origin)
     return Asked(*configured(cell, folders.presets, **overrides, run_dir=str(folder)), origin)

@@ -79,7 +79,7 @@ def commit() -> str | None:
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """All results of the papers' tables below a folder, in the order of their paths."""
-    paths = sorted(folder.rglob("*.json"))
+    paths = sorted(path for path in folder.rglob("*.json") if not path.name.startswith("."))  # which are half written
     return [read_result(path) for path in paths if path.relative_to(folder).parts[0] not in OTHERS]
 
 
@@ -152,7 +152,7 @@ def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
     return {
         "status": "finished",
         "version": begun_with(record),
-        "commit": commit(),
+        "commit": record.resolved.get("commit"),
         **identity(cell, record.config),
         "hyperparameters": record.resolved.get("hyperparameters", {}),
         **{name: _rounded(summary[name]) for name in KEPT if summary.get(name) is not None},

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.stats import rankdata, studentized_range, t
 
 DRAWS = 2000  # of the bootstrap
+ROUNDING = 1e-9  # differences of mean ranks below this are none
 
 
 class Ranks(NamedTuple):
@@ -68,7 +69,10 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
 
 def _error(draws: np.ndarray, n: int) -> np.ndarray:
     """Standard errors [M] of the means of n things with draws [M, DRAWS]; infinite if n is 1."""
-    return np.full(len(draws), np.inf) if n == 1 else np.sqrt(n / (n - 1)) * draws.std(1)
+    if n == 1:
+        return np.full(len(draws), np.inf)
+    error = np.sqrt(n / (n - 1)) * draws.std(1)
+    return np.where(error < ROUNDING, 0.0, error)
 
 
 def _interval(mean: np.ndarray, draws: np.ndarray, n: int) -> np.ndarray:
@@ -80,7 +84,7 @@ def _interval(mean: np.ndarray, draws: np.ndarray, n: int) -> np.ndarray:
 def _p_values(mean: np.ndarray, draws: np.ndarray, n: int) -> np.ndarray:
     """P-values [M] of the means [M] of n things with draws [M, DRAWS], two-sided."""
     error = _error(draws, n)
-    equal = np.where(mean == 0, 1.0, 0.5 ** (n - 1))
+    equal = np.where(np.abs(mean) < ROUNDING, 1.0, 0.5 ** (n - 1))
     statistic = np.divide(np.abs(mean), error, out=np.zeros_like(mean), where=error > 0)
     return np.where(error > 0, 2 * t.sf(statistic, max(n - 1, 1)), equal)
 

@@ -28,7 +28,7 @@ from fedjax_pcdd.trees import select
 # a function of prepared images.
 Look = Callable[[Data, Tree, Tree, jax.Array, Callable[[jax.Array], jax.Array]], Tree]
 
-STEPS = "steps"  # collection of a observed client's variables
+STEPS = "steps"  # collection of an observed client's variables
 
 
 class Steps(NamedTuple):

@@ -234,7 +234,7 @@ def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, st
 
 def read_results(results: Path) -> list[dict[str, Any]]:
     """All results below a folder, [] if it does not exist; UserError for a file that holds no result."""
-    return [_read_result(path) for path in sorted(results.glob("*/*/*.json"))]
+    return [_read_result(path) for path in sorted(results.glob("*/*/[!.]*.json"))]
 
 
 def _read_result(path: Path) -> dict[str, Any]:

@@ -125,6 +125,15 @@ class MemoryRecord(Record):
         self.callbacks = [accuracies, *asked.callbacks, last_round, *asked.last]
 
 
+def _the_same_everywhere(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What several processes must agree on, of the inputs of a run; files by their content, wherever they are."""
+    single = ("options", "files", "versions")  # options are compared when processes meet
+    files = sorted(inputs["files"].values())
+    versions = {f"`{name}`'s version": version for name, version in inputs["versions"].items()}
+    whole = {f"the {name}": value for name, value in inputs.items() if name not in single}
+    return whole | versions | {"the content of a file of your own": files}
+
+
 class FolderRecord(Record):
     """The record of an experiment in a folder: the folder, and the callbacks that fill it."""
 
@@ -134,6 +143,8 @@ class FolderRecord(Record):
         """Open or create the folder; UserError before anything is written."""
         super().__init__(asked, setup, e, state, say)
         config = asked.config
+        self.inputs = setup.inputs(e, config, asked.method)
+        agree(_the_same_everywhere(self.inputs))
         with ExitStack() as opened:
             self.folder = RunFolder.open(config.resume) if config.resume else self._created(state)
             opened.callback(self.folder.close)
@@ -145,9 +156,7 @@ class FolderRecord(Record):
             opened.callback(checkpoints.close)
             self.noted = read_resolved(self.folder, checkpoints.newest_record)
             check_given((self.noted or {}).get("given", ()), asked.given, self.folder.path)
-            self.inputs = setup.inputs(e, config, asked.method)
             check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
-            agree({f"the {name}": value for name, value in self.inputs.items() if name != "options"})
             if asked.data and asked.data[0] != self.inputs["data set"]:
                 raise UserError(f"the data set is not the one that {asked.data[1]} was trained on: {APART}.")
             self.folder.keep_partition(setup.federations[e], heat_map)

@@ -18,6 +18,7 @@ from fedjax_pcdd.api.sweep import Results, options_of_grid, run_stages
 from fedjax_pcdd.errors import UserError, as_path, yes_or_no
 from fedjax_pcdd.training.config import RESERVED
 from fedjax_pcdd.training.fields import convert, with_commas
+from fedjax_pcdd.training.metrics import DIGITS
 from fedjax_pcdd.training.options import configure, method_of, own_values
 from fedjax_pcdd.training.protocols import needs_epochs, protocol_of
 
@@ -113,7 +114,7 @@ class Search:
     def ranking(self) -> list[Trial]:
         """The trials that have results, the best one first."""
         done = [trial for trial in self.trials if all(e.name in self._results for e in trial.experiments)]
-        return sorted(done, key=self.score, reverse=True)
+        return sorted(done, key=lambda trial: round(self.score(trial), DIGITS), reverse=True)
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows like those of a sweep, the best trial first, with the searched options."""

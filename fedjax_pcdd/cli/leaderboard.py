@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from fedjax_pcdd.analysis.ranks import Ranks, draw_ranks, ranks
 from fedjax_pcdd.cli.messages import flag, invocation
@@ -112,7 +113,7 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
         processes([sys.executable, "-m", "fedjax_pcdd", "leaderboard", *words], options.runs_dir, options.workers)
     leaderboard.complete(
         plan, cells, options.results, options.runs_dir, common_options, goes_on=lambda: time.monotonic() < end,
-        done=lambda cell: print(f"{cell.network}, {cell.split}: {cell.method}", flush=True), console=console,
+        done=lambda cell: console.print(Text(f"{cell.network}, {cell.split}: {cell.method}")), console=console,
     )  # fmt: skip
 
 

@@ -68,8 +68,19 @@ def _warned_in_sentences() -> Iterator[None]:
 
 def _print_no_more() -> None:
     """Throw away what is still to be written, which Python would try again at its end."""
-    assert sys.stdout is not None  # it could not be written to
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _can_print() -> bool:
+    """Whether what was printed could be written; if not, it is thrown away."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return True
+    except OSError:
+        _print_no_more()
+        return False
 
 
 def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
@@ -99,8 +110,8 @@ def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         return 141
     except OSError as error:  # about a file that nothing has checked before
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            _print_no_more()
-            print(f"what is printed cannot be written ({error.strerror}): put that right.", file=sys.stderr)
+            subject = "a file" if _can_print() else "what is printed"
+            print(f"{subject} cannot be written ({error.strerror}): put that right.", file=sys.stderr)
             return 2
         if error.filename is None:
             raise

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fedjax_pcdd.api.sweep import Standing, Sweep
 
 CONSOLE = Screen()
+_TRACEBACK = "Traceback (most recent call last)"
 ENDED = (0, 1)  # exit codes of workers that reached their end; 1: of experiments that failed
 # Parameters that submitit has for every scheduler; all others get the prefix `slurm_`.
 COMMON = ("name", "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
@@ -244,9 +245,10 @@ def processes(command: Sequence[str], logs: Path, count: int) -> None:
             with open(logs / f"worker-{i}.log", "w") as log:
                 started.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | gpu_variable))
         for i, process in enumerate(started):
-            if process.wait() not in ENDED:
-                print(f"Process {i} of {count} ended early (code {process.returncode}): its last words are in "
-                      f"{logs}/worker-{i}.log. What it left is done by the others.", file=sys.stderr)  # fmt: skip
+            code, log = process.wait(), logs / f"worker-{i}.log"
+            if code not in ENDED or _TRACEBACK in log.read_text(encoding="utf-8", errors="replace"):
+                print(f"Process {i} of {count} ended early (code {code}): its last words are in {log}. "
+                      "What it left is done by the others, or by this one.", file=sys.stderr)  # fmt: skip
     finally:
         if may_share:
             os.sched_setaffinity(0, cores)

@@ -63,7 +63,7 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
     """
     records_by_setting: dict[tuple[str, bool | None], list[RunRecord]] = {}
     for record in records:
-        continual = record.resolved.get("hyperparameters", {}).get("continual")
+        continual = record.config.get("continual")
         public = str(record.config["public"] or _recipe(record).public)
         records_by_setting.setdefault((public, continual), []).append(record)
     domains, *other_domains = [_domains(record) for record in records]

@@ -49,7 +49,7 @@ def same_shapes(method: Any, hook: str, name: str, tree: Any, expected: Any, sou
       source: where that one comes from, such as "init_client made it".
     """
     try:
-        chex.assert_trees_all_equal_shapes(tree, expected)
+        chex.assert_trees_all_equal_shapes(*jax.tree.map(_array, (tree, expected)))
     except (AssertionError, ValueError, TypeError):
         sentence = f"{_name(method)}.{hook} must return the {name} as {source}; {_difference(tree, expected)}."
         raise UserError(sentence) from None
@@ -58,6 +58,10 @@ def same_shapes(method: Any, hook: str, name: str, tree: Any, expected: Any, sou
         actual, needed = (jnp.result_type(leaf).name for leaf in (new, old))
         raise UserError(f"{_name(method)}.{hook} must return the {name} as {source}; {path} is {actual}, not {needed}.")
     return tree
+
+
+def _array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, int | float) else leaf
 
 
 def weighable(method: Any, hook: str, mean: Any) -> Any:

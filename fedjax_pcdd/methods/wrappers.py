@@ -116,7 +116,8 @@ def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], s
             raise UserError(f"{refusal} has `{min(clashes)}` of its own, so drop the suffix.")
 
         source = getattr(cls, "source", addition.source)
-        behind: Any = cls if addition.keeps is None else _seeing_own(cls, addition.keeps)
+        behind: Any = cls if cls.aggregate is Method.aggregate else _keeping_fields(cls)
+        behind = behind if addition.keeps is None else _seeing_own(behind, addition.keeps)
 
         @struct.dataclass
         class Added(addition, behind):
@@ -172,13 +173,31 @@ def _seeing_own(cls: type[Method], kind: Any) -> Any:
     return struct.dataclass(Behind)
 
 
+def _keeping_fields(cls: type[Method]) -> Any:
+    """The method X; if its `aggregate` makes the server's state anew, what additions keep there is put back."""
+
+    class Behind(cls):
+        __doc__, __module__ = cls.__doc__, cls.__module__
+
+        def aggregate(self, server, *args, **kwargs):
+            return _with_fields_of(server, super().aggregate(server, *args, **kwargs), cls.__name__)
+
+    Behind.__name__ = Behind.__qualname__ = cls.__name__
+    return struct.dataclass(Behind)
+
+
 def _own_names(cls: type[Method]) -> set[str]:
     """Options and functions that a method has beyond FedAvg's: of two with one name, one would replace the other."""
     return {name for name in set(dir(cls)) - set(dir(Method)) if not name.startswith("__")}
 
 
 def extended(server: Any, **fields: Tree) -> Any:
-    """A server's state with further fields at its end."""
+    """A server's state with further fields at its end; UserError if it is no NamedTuple, or has one of them."""
+    state = type(server)
+    if not hasattr(server, "_fields"):
+        raise UserError(f"the server's state must be a NamedTuple if a suffix is to add to it, not a {state.__name__}.")
+    if clashes := fields.keys() & set(server._fields):
+        raise UserError(f"{state.__name__} has a field `{min(clashes)}`, as what the suffix keeps: rename it.")
     return _extended_type(type(server), tuple(fields))(*server, *fields.values())
 
 
@@ -189,12 +208,25 @@ def _extended_type(server: Any, names: tuple[str, ...]) -> Any:
 
     class Extended(base):
         __slots__ = ()
+        within = server  # the type without the further fields
 
         def __reduce__(self):
             return _extended_again, (server(*self[:first]), dict(zip(names, self[first:], strict=True)))
 
     Extended.__name__ = Extended.__qualname__ = base.__name__
     return Extended
+
+
+def _with_fields_of(server: Any, result: Any, name: str) -> Any:
+    """A result of `aggregate` with the further fields of the server that it was given."""
+    if type(result) is type(server):
+        return result
+    within = getattr(type(server), "within", None)
+    if within is None:
+        raise UserError(f"{name}.aggregate must return `server._replace(...)`, not a {type(result).__name__}.")
+    first = len(within._fields)
+    inner = _with_fields_of(within(*server[:first]), result, name)
+    return extended(inner, **dict(zip(server._fields[first:], server[first:], strict=True)))
 
 
 def _extended_again(server: Any, fields: Mapping[str, Tree]) -> Any:

@@ -10,6 +10,7 @@ import jax
 from fedjax_pcdd.errors import UserError, shortened
 from fedjax_pcdd.registry import called
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
+from fedjax_pcdd.training.metrics import DIGITS
 
 
 class EarlyStopping(Callback):
@@ -50,7 +51,7 @@ class EarlyStopping(Callback):
             raise UserError(
                 f"early stopping looks at one number, of which '{self.metric}' has several: choose another."
             )
-        rises = value > self.best + self.least
+        rises = round(value - self.best, DIGITS) > self.least
         self.best, self.waited = (value, 0) if rises else (self.best, self.waited + 1)
         return self.waited >= self.patience
 

@@ -27,8 +27,7 @@ class Logger(Callback):
 
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Log the newest row of the history."""
-        with reaching(type(self).__name__):
-            self.write(run.round, scalars(run.history.rows[-1]))
+        self.write(run.round, scalars(run.history.rows[-1]))
 
 
 @contextmanager
@@ -74,14 +73,16 @@ class TensorBoard(Logger):
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log one point per scalar; a run that resumes hides what was logged after its checkpoint."""
-        self._writer = self._writer or self._open(purge_step=round)
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, round)
+        with reaching("TensorBoard"):
+            self._writer = self._writer or self._open(purge_step=round)
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, round)
 
     def on_end(self, run: Run) -> None:
         """Flush and close the event file."""
         if self._writer:
-            self._writer.close()
+            with reaching("TensorBoard"):
+                self._writer.close()
 
 
 class WandB(Logger):
@@ -92,17 +93,24 @@ class WandB(Logger):
         package, noted = load("wandb"), Noted(Path(folder) / "wandb.txt")
         with reaching("wandb", noted.advice):
             self._run = package.init(
-                dir=str(folder), name=Path(folder).name, config=dict(config), id=noted.last, resume="allow"
+                dir=str(folder),
+                name=Path(folder).name,
+                config=dict(config),
+                id=noted.last,
+                resume="allow",
+                reinit="create_new",  # not the run of an experiment that is trained together with this one
             )
             noted.write(self._run.id)
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log all scalars at once."""
-        self._run.log(dict(values), step=round)
+        with reaching("wandb"):
+            self._run.log(dict(values), step=round)
 
     def on_end(self, run: Run) -> None:
         """Finish the run."""
-        self._run.finish()
+        with reaching("wandb"):
+            self._run.finish()
 
 
 class MLflow(Logger):
@@ -120,11 +128,13 @@ class MLflow(Logger):
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log all scalars at once."""
-        self._client.log_metrics(dict(values), step=round, run_id=self._run.info.run_id)
+        with reaching("mlflow"):
+            self._client.log_metrics(dict(values), step=round, run_id=self._run.info.run_id)
 
     def on_end(self, run: Run) -> None:
         """End the run."""
-        self._client.end_run("FAILED" if run.error else "FINISHED")
+        with reaching("mlflow"):
+            self._client.end_run("FAILED" if run.error else "FINISHED")
 
 
 LOGGERS: Registry[Callable[[Path, Mapping[str, Any]], Callback]] = Registry("logger", "loggers")

@@ -192,8 +192,8 @@ class History:
     def best(self, name: str) -> tuple[float | None, int | None]:
         """(value, round) of the best round, the first of equal ones; loss by the smallest.
 
-        GA and PA are chosen by `select_on`; PA under a protocol too, in the round of the run's own PA unless tests
-        choose it.
+        GA and PA are chosen by `select_on`; PA under a protocol too, in the round of the run's own PA unless the plain
+        accuracy on tests chooses it.
         """
         rounds, values = self.column(name)
         of_protocol = self.select_on != "test" and name.removeprefix("pa_") in IN_WORDS

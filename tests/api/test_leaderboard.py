@@ -211,6 +211,9 @@ def test_one_seed_of_one_split_says_nothing_about_the_ranks():
 def test_ranks_that_no_draw_changes_have_the_p_value_of_the_sign_test():
     ranking = ranks(np.array([[[0.9, 0.9, 0.8]], [[0.5, 0.5, 0.4]]]), baseline=0)
     np.testing.assert_array_equal(ranking.p, [np.nan, 0.25])
+    scores = np.broadcast_to([[[0.6]], [[0.5]], [[0.1]]], (3, 5, 3)).copy()
+    scores[2, ::3] = 0.9  # the means of ranks are no whole numbers, their difference is one but for rounding
+    assert ranks(scores, baseline=1).p[0] == 0.5**4
 
 
 def test_rank_intervals_of_equal_seeds_are_students():

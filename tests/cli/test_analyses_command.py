@@ -431,7 +431,8 @@ def test_an_ablation_is_of_one_setting_and_counts_each_seed_once(tmp_path, capsy
 
 
 def test_methods_without_continual_learning_have_a_dash_in_its_column(tmp_path, capsys):
-    run = task_run(tmp_path / "run", method="solo", origin={"hyperparameters": {}})
+    run = write_run(tmp_path / "run", task="digits_domains", method="solo")
+    with_results(run, domains=["mnist", "usps"], inter=[0.2, 0.4], intra=[0.6, 0.8])
     assert printed(capsys, "ablation", run).splitlines()[-1].split("|")[2].strip() == "–"
 
 

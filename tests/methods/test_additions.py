@@ -13,7 +13,7 @@ from hooks import context, params, start
 from fedjax_pcdd import methods, testing
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Evaluated, Step
-from fedjax_pcdd.methods.wrappers import Addition, in_front
+from fedjax_pcdd.methods.wrappers import Addition, extended, in_front
 
 SUFFIXES = list(methods._ADDITIONS)
 SWITCHED_OFF = {"sam": {"rho": 0.0}, "lesam": {"rho": 0.0}, "decorr": {"beta_dec": 0.0}}
@@ -208,6 +208,54 @@ def test_two_additions_can_both_keep_client_state():
     assert_alike(expected_state.servers.variables, state.servers.variables)
     assert_alike(expected_state.clients, state.clients.own)
     assert state.clients.rounds.sum() == 9
+
+
+class Drifted(NamedTuple):
+    variables: Any
+    drift: Any
+
+
+class Anew(methods.METHODS["fedavg"]):
+    """Keeps the last step on the server, in a state that it makes anew in each round."""
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Drifted(variables, jax.tree.map(jnp.zeros_like, variables))
+
+    def aggregate(self, server, message, weights, context):
+        return Drifted(message.mean, jax.tree.map(jnp.subtract, message.mean, server.variables))
+
+
+class Replacing(Anew):
+    """The same, by changing what it was given."""
+
+    def aggregate(self, server, message, weights, context):
+        return server._replace(**super().aggregate(server, message, weights, context)._asdict())
+
+
+def with_suffixes(cls, *suffixes):
+    for suffix in suffixes:
+        cls = in_front({**methods._ADDITIONS, **methods.SERVER_OPTIMISERS}[suffix], suffix)(cls, cls.__name__)
+    return cls
+
+
+@pytest.mark.thorough
+def test_a_servers_state_made_anew_keeps_what_suffixes_keep_in_it():
+    states = [toy.train(toy.simulation(method=with_suffixes(struct.dataclass(cls), "prototypes", "adam")()))[0].servers
+              for cls in (Anew, Replacing)]  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    assert states[0]._fields == ("variables", "drift", "prototypes", "valid", "moments")
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ({"variables": {"params": {}}}, "must be a NamedTuple if a suffix is to add to it, not a dict"),
+        (Drifted({"params": {}}, ()), "has a field drift, as what the suffix keeps: rename it"),
+    ],
+)
+def test_a_servers_state_that_cannot_be_added_to_is_refused(state, sentence):
+    with pytest.raises(UserError, match=sentence):
+        extended(state, drift=())
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ class Recorder:
         return lambda *args, **kwargs: self.calls.append((name, *args, kwargs)) or self
 
 
-START = {"resume": "allow"}
+START = {"resume": "allow", "reinit": "create_new"}
 ROW = {"ga": 0.5, "pa": None, "loss": np.float32(0.25), "per_class": [1.0], "method": "fedavg"}
 
 
@@ -321,11 +321,12 @@ def test_a_tracker_that_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch,
         logger(tmp_path, {})
 
 
-def test_a_tracker_that_fails_in_a_round_is_one_sentence(monkeypatch, tmp_path):
+@pytest.mark.parametrize("call", ["log", "finish"])
+def test_a_tracker_that_fails_in_a_round_or_at_the_end_is_one_sentence(monkeypatch, tmp_path, call):
     monkeypatch.setitem(sys.modules, "wandb", package := Recorder())
     logger = WandB(tmp_path, {})
-    monkeypatch.setattr(logger, "write", lambda *_: 1 / 0)
-    with pytest.raises(UserError, match=r"WandB does not log \(division by zero\)"):
+    setattr(package, call, lambda *_, **__: 1 / 0)
+    with pytest.raises(UserError, match=r"wandb does not log \(division by zero\)"):
         call_with_rows(logger, 3, 2, [ROW])
     assert package.calls
 
