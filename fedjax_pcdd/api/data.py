@@ -159,7 +159,8 @@ def partition(
     if not isinstance(dataset, Dataset):
         raise UserError(f"takes an fp.Dataset, as fp.from_arrays makes one, not {shortened(dataset)}.", field="dataset")
     if not isinstance(kind, str):
-        raise UserError(f"takes a name, as 'dirichlet', not {shortened(kind)}.", field="kind")
+        hint = ": register it by `@fp.register_partition`" if callable(kind) else ""
+        raise UserError(f"takes a name, as 'dirichlet', not {shortened(kind)}{hint}.", field="kind")
     options = {"beta": beta, "classes_per_client": classes_per_client, "seed": seed, "retry": retry}
     options |= {"clients": clients, "min_samples": min_samples, "doubled": doubled}
     parsed = {name: convert(RUN[name], None if value is None else str(value)) for name, value in options.items()}

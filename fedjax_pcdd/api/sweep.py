@@ -390,7 +390,12 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
             raise UserError("takes one value in a sweep, as its commas belong to it.", field=name)
         for item in value if isinstance(value, list | tuple | range) else [value]:
             if not isinstance(item, str | bool | int | float | np.number | Path | None):
-                raise UserError(f"takes names and numbers in a sweep, not {shortened(item)}.", field=str(name))
+                hint = ""
+                if isinstance(item, np.ndarray):
+                    hint = ": write `.tolist()` behind it"
+                elif isinstance(item, Method):
+                    hint = ": give its name, and its hyper-parameters as options"
+                raise UserError(f"takes names and numbers in a sweep, not {shortened(item)}{hint}.", field=str(name))
     return given
 
 
