@@ -209,10 +209,7 @@ MISTAKES = {
     "a table of words": (lambda: fp.table("x"), "histories takes at least one history"),
     "a grid in words": (lambda: fp.sweep("fedavg"), "grid takes a dictionary of options"),
     "a sweep of objects": (lambda: fp.sweep({"method": fp.FedAvg()}), "not a FedAvg: give its name, and"),
-    "a sweep over an array": (
-        lambda: fp.sweep({"mu": np.ones(2)}),
-        "mu takes names and numbers in a sweep, not an ndarray: write",
-    ),
+    "a sweep over an array": (lambda: fp.sweep({"mu": np.ones(2)}), "in a sweep, not an ndarray: write"),
     "a function as a partition": (lambda: fp.partition(fp.load_dataset("digits"), lambda y: []), "register it by"),
     "a sweep in a run's folder": (lambda: fp.sweep({"run_dir": "x"}), "run_dir is for one run"),
     "a sweep of nothing together": (lambda: fp.sweep({"lr": 1}, together=0), "together must be at least 1"),
