@@ -37,6 +37,7 @@ class Experiment(NamedTuple):
     name: str  # of its folder
     group: str  # shared by repetitions with other seeds
     given: dict[str, str]  # options as written
+    earlier: str | None = None  # name of the folder of the same run, if another grid began it
 
 
 def values_of(name: str, text: str, method: str = "") -> list[str]:

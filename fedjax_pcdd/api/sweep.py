@@ -8,10 +8,11 @@ takes over those of processes that died, and ends with the results of all.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -76,7 +77,10 @@ class Sweep:
       left: what remains to be run of the others, by name.
     """
 
-    def __init__(self, planned: Mapping[str, Asked], folder: Path, failed: Failed, say: Say = warn):
+    def __init__(
+        self, planned: Mapping[str, Asked], folder: Path, failed: Failed, say: Say = warn,
+        earlier: Mapping[str, str] = MappingProxyType({}),
+    ):  # fmt: skip
         """Find out what is finished.
 
         Args:
@@ -84,6 +88,7 @@ class Sweep:
           folder: where each experiment has a folder of its name.
           failed: called with the name of a failed experiment and its error.
           say: called, once each, with the sentences that single runs would say.
+          earlier: by name of an experiment the name of its folder, if that is another.
 
         Raises:
           UserError: a folder holds another experiment than the planned one, or is no folder; nothing is run then.
@@ -92,7 +97,7 @@ class Sweep:
             raise UserError(f"{folder} cannot be a folder, for there is a file: choose another one for the sweep.")
         if is_there(folder / CONFIG):
             raise UserError(f"{folder} is the folder of a run: choose another one for the sweep.")
-        self.folder, self._failed, self._planned = folder, failed, planned
+        self.folder, self._failed, self._planned, self._earlier = folder, failed, planned, earlier
         self.results: dict[str, Result | UserError] = {}
         self._say, self._told = say, set()
         self._most: dict[Hashable, int] = {}  # limit on experiments in one program, by the program's key
@@ -105,9 +110,9 @@ class Sweep:
         return [self._standing(name, planned.config.rounds) for name, planned in self._planned.items()]
 
     def _standing(self, name: str, rounds: int) -> Standing:
-        rows = RunFolder(self.folder / name).rows()
+        rows = RunFolder(self._path(name)).rows()
         seconds = sorted(row["seconds"] for row in rows if row.get("seconds") is not None)
-        process = owner(self.folder / CLAIMS / f"{name}.lock")
+        process = owner(self._claim(name))
         rounds_done = rows[-1]["round"] if rows else 0
         if isinstance(self.results.get(name), dict):
             return Standing(name, "done", rounds_done, rounds)
@@ -117,7 +122,7 @@ class Sweep:
 
     def _asked(self, name: str) -> Asked | None:
         """What remains to be run of an experiment, from its start or its checkpoint; None if it is finished."""
-        planned, folder = self._planned[name], self.folder / name
+        planned, folder = self._planned[name], self._path(name)
         location: dict[str, Any] = {"run_dir": folder}
         try:
             if is_there(folder / CONFIG):
@@ -138,7 +143,7 @@ class Sweep:
 
     def _check_data(self, name: str) -> None:
         """Raise UserError if a finished experiment was trained on other data than those finished before."""
-        folder, inputs = self.folder / name, {}
+        folder, inputs = self._path(name), {}
         with suppress(UserError):  # damaged: a finished experiment does without it
             inputs = (RunFolder(folder).read_json(RESOLVED) or {}).get("inputs") or {}
         if digest := inputs.get("data set"):
@@ -147,7 +152,13 @@ class Sweep:
                 raise UserError(f"{first} and {folder} were trained on different data sets: {APART}.")
 
     def _failure(self, name: str) -> str | None:
-        return failure_of(self.folder / name)
+        return failure_of(self._path(name))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / self._earlier.get(name, name)
+
+    def _claim(self, name: str) -> Path:
+        return self.folder / CLAIMS / f"{self._path(name).name}.lock"
 
     def _note(self, name: str, result: Result | UserError) -> None:
         self.results[name] = result
@@ -200,7 +211,7 @@ class Sweep:
     def _claimed(self, name: str, claims: ExitStack, bar: SweepBar) -> Asked | None:
         """Claim an experiment and return what remains to be run; None if another process runs it or has ended it."""
         try:
-            claims.enter_context(Lock.take(self.folder / CLAIMS / f"{name}.lock", wait=0))
+            claims.enter_context(Lock.take(self._claim(name), wait=0))
         except InUse:
             return None
         request, failure = self._asked(name), self._failure(name)
@@ -240,7 +251,7 @@ class Sweep:
 
     def _conclude(self, name: str, result: Result | UserError) -> None:
         """Note a result; a failure also in a file, for other processes."""
-        file = failure_file(self.folder / name)
+        file = failure_file(self._path(name))
         if isinstance(result, UserError):
             # A failure that this sweep found there and that recurs is written differently: to others it is a new one.
             recurred = self._known[name] == result.sentence
@@ -259,11 +270,24 @@ def begun(folder: Path) -> dict[str, Asked]:
     return {run.name: Asked(*read_run(run)) for run in runs}
 
 
+def runs_in(folder: Path) -> dict[str, str]:
+    """By what they compute, the names of the runs in a sweep's folder, whichever grid they are of."""
+    names = {}
+    for path in sorted(folder.glob(f"*/{CONFIG}")):
+        with suppress(UserError):  # damaged, or of a method that has changed
+            names[_content(*read_run(path.parent))] = path.parent.name
+    return names
+
+
+def _content(config: RunConfig, method: Method, ignored: Collection[str] = NOT_COMPUTED) -> str:
+    """A text that is equal for runs that differ in ignored options alone."""
+    return str([(name, value) for name, value in values(config, method).items() if name not in ignored])
+
+
 def sweep_folder(pairs: Sequence[Pair]) -> Path:
     """Default folder of a sweep, named by its content without the seeds, so that further seeds join it."""
-    ignored = {*NOT_COMPUTED, "seed"}
-    content = {str([(n, v) for n, v in values(*pair).items() if n not in ignored]) for pair in pairs}
-    digest = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()
+    contents = {_content(*pair, ignored={*NOT_COMPUTED, "seed"}) for pair in pairs}
+    digest = hashlib.sha256("\n".join(sorted(contents)).encode()).hexdigest()
     return Path("runs") / f"sweep-{digest[:8]}"
 
 
@@ -334,12 +358,13 @@ class Results(dict[str, Any]):
     """The results of a sweep: by experiment name the summary, as in summary.json, or the error with which it failed.
 
     Attributes:
-      folder: where each experiment has a folder of its name.
+      folder: where each experiment has a folder of its name, or of that which another grid gave it.
     """
 
     def __init__(self, folder: Path, experiments: Sequence[Experiment], results: Mapping[str, Any]):
         super().__init__(results)
         self.folder, self._experiments = folder, experiments
+        self._earlier = {e.name: e.earlier for e in experiments if e.earlier}
 
     def table(self) -> list[dict[str, Any]]:
         """Means and standard deviations over seeds in percent, one row per setting; `pandas.DataFrame` takes it."""
@@ -347,7 +372,7 @@ class Results(dict[str, Any]):
 
     def load(self, name: str) -> History:
         """The history of an experiment, as from `fp.load_run`."""
-        return load_run(self.folder / name)
+        return load_run(self.folder / self._earlier.get(name, name))
 
 
 def sweep(
@@ -418,17 +443,20 @@ def run_stages(
       before: called before each stage; if it returns False, neither this stage nor a later one is run.
     """
     experiments: list[Experiment] = []
-    cell = CellBar() if console.is_jupyter and not console.quiet else None
+    cell, present = CellBar() if console.is_jupyter and not console.quiet else None, None
     for stage in steps:
         pairs = [configure(experiment.given) for experiment in stage]
         folder = folder or sweep_folder(pairs)
         planned = {
             experiment.name: Asked(*pair, origin(experiment)) for experiment, pair in zip(stage, pairs, strict=True)
         }
-        stage_sweep = Sweep(planned, folder, failed, say)
+        if new := [name for name in planned if not is_there(folder / name / CONFIG)]:
+            present = runs_in(folder) if present is None else present
+        earlier = {name: found for name in new if (found := (present or {}).get(_content(*planned[name][:2])))}
+        stage_sweep = Sweep(planned, folder, failed, say, earlier)
         if not before(stage_sweep, folder):
             break
-        experiments += stage
+        experiments += [experiment._replace(earlier=earlier.get(experiment.name)) for experiment in stage]
         rounds = {name: request.config.rounds for name, request in stage_sweep.left.items()}
         results |= stage_sweep.run(SweepBar(rounds, console, cell), together)
     return folder or Path(), experiments

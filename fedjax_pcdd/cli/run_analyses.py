@@ -127,9 +127,9 @@ def traffic(records: list[RunRecord], given: Options) -> str:
         return _table3()
     if "preset" in given:
         raise UserError("is for what the papers print: leave it out beside runs.", field="preset")
-    lines = []
-    for label, record in zip(labels_of(records), records, strict=True):
-        counts, words, cohort = _counted(record)
+    lines, pairs = [], readable(records, _counted)
+    records = [record for record, _ in pairs]
+    for label, record, (_, (counts, words, cohort)) in zip(labels_of(records), records, pairs, strict=True):
         megabytes = 4e-6 * (counts.up + counts.down) * cohort
         lines.append([label, words["down"], words["up"], f"{megabytes:.2f}", f"{megabytes * record.rounds_done:.1f}"])
     return table(["run", "sent down", "sent up", "MB a round", "MB in all"], lines)
@@ -172,10 +172,11 @@ def rounds(records: list[RunRecord], given: Options) -> str:
 
 def burden(records: list[RunRecord], given: Options) -> str:
     """Memory and time of a client (FedMR, Figure 4; FedRL, Table 3)."""
-    lines, ratios = [], {}
+    lines, ratios, pairs = [], {}, readable(records, _counted)
     members: dict[str, list[RunRecord]] = {}
-    for label, record in zip(labels_of(records), records, strict=True):
-        (counts, words, _), summary = _counted(record), record.result
+    records = [record for record, _ in pairs]
+    for label, record, (_, (counts, words, _)) in zip(labels_of(records), records, pairs, strict=True):
+        summary = record.result
         reference = _reference(record, records)
         seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
         reference_result = (reference and reference.summary) or {}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fedjax_pcdd.api.grid import SEARCH
 from fedjax_pcdd.cli.messages import flag, guarded, sentence
 from fedjax_pcdd.cli.options import scan
-from fedjax_pcdd.cli.sweep import CONSOLE, conclude, own_options, status, train
+from fedjax_pcdd.cli.sweep import CONSOLE, conclude, is_quiet, own_options, show_begun, status, train
 from fedjax_pcdd.report.tables import terminal
 from fedjax_pcdd.training.fields import Option
 
@@ -31,6 +31,7 @@ HELP = f"""{__doc__}
 --sweep-dir=DIR     the folder of the trials; by default one below runs/ that is named by the first of them
 --status            shows which trials are done, failed and left of those suggested so far, and runs nothing
 
+The trials that a command asks for, the best one first, are written to trials.csv in that folder.
 A search is one process, since a suggestion follows from the results before it: there is no --workers as of sweep."""
 
 
@@ -45,10 +46,13 @@ def _main(argv: Sequence[str]) -> int:
         print(HELP)
         return 0
     settings, results = own_options(options, OPTIONS), {}
+    quiet = is_quiet(options)
+    if settings["sweep_dir"] and not options and show_begun(settings["sweep_dir"], settings["status"]):
+        return 0
     from fedjax_pcdd.api.search import ON_TEST, Search
 
     search = Search(options, results, metric=settings["metric"], seed=settings["search_seed"])
-    if search.on_test:
+    if search.on_test and not quiet:
         print(f"warning: {sentence(ON_TEST)}", file=sys.stderr)
     stages, standings = search.stages(settings["trials"], settings["together"]), []
 
@@ -56,11 +60,12 @@ def _main(argv: Sequence[str]) -> int:
         standings.extend(sweep.standings())
         return not (settings["status"] and sweep.left)
 
-    folder, _ = train(stages, results, settings["sweep_dir"], before=before)
+    folder, _ = train(stages, results, settings["sweep_dir"], before=before, quiet=quiet)
     if settings["status"]:
         CONSOLE.print(terminal(status(standings)))
         return 0
     best = search.best()
-    code = conclude(folder, search.rows(), tuple(best))
-    print(f"best: {' '.join(f'{flag(name)}={text}' for name, text in best.items())}")
+    code = conclude(folder, search.rows(), tuple(best), file="trials.csv", quiet=quiet)
+    if not quiet:
+        print(f"best: {' '.join(f'{flag(name)}={text}' for name, text in best.items())}")
     return code

@@ -6,7 +6,8 @@ Every option may list several values with commas, integers also as a range FIRST
 some of the methods have goes to those. Each experiment is a run of its own in a folder of its own, as `run` has.
 Experiments that differ in nothing but numbers (seed, partition, learning rate, hyper-parameters) are trained together,
 as one compiled program; programs run one after another. Results are those of single runs but for rounding, and the
-seconds of an experiment are its share. What is finished is not run again; what was interrupted continues.
+seconds of an experiment are its share. What is finished is not run again, in the same folder by a larger grid neither;
+what was interrupted continues. The table of the experiments that a command names is written to summary.csv.
 
 A preset with a `grid` (fedmr/table9) is searched: each hyper-parameter in turn, at the best values of those before it.
 """
@@ -24,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
 from rich.table import Table as RichTable
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
@@ -33,6 +35,7 @@ from fedjax_pcdd.cli.run import GRACE, origin
 from fedjax_pcdd.errors import UserError, in_one_line, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
 from fedjax_pcdd.screen import Screen
+from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import Option, convert, write_text
 from fedjax_pcdd.training.metrics import MEASURES
 
@@ -99,14 +102,11 @@ def _main(argv: Sequence[str]) -> int:
         print(HELP)
         return 0
     settings, results = own_options(options, OPTIONS), {}
+    quiet = is_quiet(options)
     if slurm and settings["launcher"] == "processes":
         raise UserError(f"{slurm[0]} is for jobs of Slurm: add --launcher=slurm, or leave it out.")
     words = [f"{flag(name)}={text}" for name, text in options.items()]
-    if settings["status"] and settings["sweep_dir"] and not options:
-        from fedjax_pcdd.api import sweep
-
-        begun_sweep = sweep.Sweep(sweep.begun(settings["sweep_dir"]), settings["sweep_dir"], _failed)
-        CONSOLE.print(terminal(status(begun_sweep.standings())))
+    if settings["sweep_dir"] and not options and show_begun(settings["sweep_dir"], settings["status"]):
         return 0
 
     def before(stage_sweep: "Sweep", folder: Path) -> bool:
@@ -121,10 +121,36 @@ def _main(argv: Sequence[str]) -> int:
             launch([*command, f"--together={share}"], folder / CLAIMS, settings, slurm)
         return not settings["status"]
 
-    folder, experiments = train(stages(options, results), results, settings["sweep_dir"], _most(settings), before)
+    folder, experiments = train(
+        stages(options, results), results, settings["sweep_dir"], _most(settings), before, quiet=quiet
+    )
     if settings["status"]:
         return 0
-    return conclude(folder, summarise(experiments, results))
+    return conclude(folder, summarise(experiments, results), quiet=quiet)
+
+
+def is_quiet(options: Mapping[str, str]) -> bool:
+    """Whether nothing but errors shall be shown; UserError if the text is neither yes nor no."""
+    return bool(convert(RUN["quiet"], options.get("quiet", "false")))
+
+
+def show_begun(folder: Path, status_asked: bool) -> bool:
+    """Show the experiments of a folder that have begun, of a command that names nothing else; whether there are any.
+
+    Raises:
+      UserError: there are experiments, but their status is not asked for, or the other way round.
+    """
+    from fedjax_pcdd.api import sweep
+
+    if not status_asked:
+        if any(folder.glob(f"*/{sweep.CONFIG}")):
+            raise UserError(
+                f"{folder} holds experiments, but not the command that they are of: repeat it whole, or ask for `status`."
+            )
+        return False
+    begun_sweep = sweep.Sweep(sweep.begun(folder), folder, _failed)
+    CONSOLE.print(terminal(status(begun_sweep.standings())))
+    return True
 
 
 def own_options(given: dict[str, str], known: Mapping[str, Option]) -> dict[str, Any]:
@@ -148,34 +174,39 @@ def _most(settings: Mapping[str, Any]) -> int | None:
 
 def train(
     steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
-    before: Callable[["Sweep", Path], bool] = lambda part, folder: True,
+    before: Callable[["Sweep", Path], bool] = lambda part, folder: True, *, quiet: bool = False,
 ) -> tuple[Path, list[Experiment]]:  # fmt: skip
-    """`api.sweep.run_stages` with what a command adds: a bar, signals, its origin."""
+    """`api.sweep.run_stages` with what a command adds: unless it is quiet a bar and advice, then signals, its origin."""
     from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
     from fedjax_pcdd.training import interrupts
 
     try:
         with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):
-            reporters: Any = {"failed": _failed, "say": _say}
+            reporters: Any = {"failed": _failed, "say": (lambda text: None) if quiet else _say}
+            console = Console(quiet=True) if quiet else CONSOLE
             return sweep.run_stages(
-                steps, results, folder, together, console=CONSOLE, origin=_origin, before=before, **reporters
+                steps, results, folder, together, console=console, origin=_origin, before=before, **reporters
             )
     except KeyboardInterrupt as stop:
         stop.args = ("the same command continues.",)
         raise
 
 
-def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], shown: Sequence[str] = ()) -> int:
-    """Write and show the table; return the exit code, 1 if an experiment failed."""
+def conclude(
+    folder: Path, rows: Sequence[Mapping[str, Any]], shown: Sequence[str] = (), *, file: str = "summary.csv",
+    quiet: bool = False,
+) -> int:  # fmt: skip
+    """Write and, unless quiet, show the table; return the exit code, 1 if an experiment failed."""
     from fedjax_pcdd.api.sweep import ELSEWHERE
 
     lines = io.StringIO()
     writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_text(folder / "summary.csv", lines.getvalue(), ELSEWHERE)
-    CONSOLE.print(as_table(rows, shown))
-    print(f"written to {folder / 'summary.csv'}; report: {invocation('report')} {shlex.quote(str(folder))}")
+    write_text(folder / file, lines.getvalue(), ELSEWHERE)
+    if not quiet:
+        CONSOLE.print(as_table(rows, shown))
+        print(f"written to {folder / file}; report: {invocation('report')} {shlex.quote(str(folder))}")
     return 1 if any(row["failed"] for row in rows) else 0
 
 

@@ -29,10 +29,12 @@ EACH = 50  # samples of a class in an embedding
 
 def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
     """Intra-domain accuracy and local objective over the rounds (Figure 6), and how much the former fluctuates."""
-    top, *other_tops = dict.fromkeys(_recipe(record).top for record in records)
+    label_of = dict(zip((record.path for record in records), labels, strict=True))
+    of_tasks = readable(records, _recipe)
+    records = [record for record, _ in of_tasks]
+    top, *other_tops = dict.fromkeys(recipe.top for _, recipe in of_tasks)
     if other_tops:
         raise UserError(f"some of these runs count top-{top}, others top-{other_tops[0]}: name runs of one task.")
-    label_of = dict(zip((record.path for record in records), labels, strict=True))
     rows = {label_of[record.path]: run_rows for record, run_rows in readable(records, _with_start)}
     if output:
         draw_tasks(rows, top, output)
@@ -62,12 +64,14 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
     Methods other than FCCL have no such term, and a dash in its column.
     """
     records_by_setting: dict[tuple[str, bool | None], list[RunRecord]] = {}
+    of_domains = readable(records, _domains)
+    records = [record for record, _ in of_domains]
     for record in records:
         continual = record.config.get("continual")
         public = str(record.config["public"] or _recipe(record).public)
         records_by_setting.setdefault((public, continual), []).append(record)
-    domains, *other_domains = [_domains(record) for record in records]
-    if any(other != domains for other in other_domains):
+    domains = of_domains[0][1]
+    if any(other != domains for _, other in of_domains):
         raise UserError("these runs are of tasks with other domains: name runs of one task.")
     _check_alike(records)
     compared = of_common_seeds(records_by_setting)
@@ -141,22 +145,32 @@ def _correlations(record: RunRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 def embedding(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
     """How well the features of the first two participants separate the classes of own and other domain (Figure 4)."""
-    from fedjax_pcdd.api.runs import load_run  # only this analysis restores checkpoints
-
     panels: dict[str, list] = {"own domain": [], "other domain": []}
+    label_of = dict(zip((record.path for record in records), labels, strict=True))
     lines = []
-    for label, record, names in zip(labels, records, [_domains(record) for record in records], strict=True):
-        history = load_run(record.path)
-        dataset, tests = history.federation.dataset, history.federation.partition.test
-        for client, (row, domain) in ((c, target) for c in (0, 1) for target in zip(panels, (c, 1 - c), strict=True)):
-            indices = tests[domain][balanced(dataset.y_test[tests[domain]], EACH)]
-            features = np.asarray(history.outputs(dataset.x_test[indices], client=client).features)
-            sample = features, dataset.y_test[indices]
-            panels[row].append((f"{label}: {names[client]} on {names[domain]}", sample))
-            lines.append([label, names[client], names[domain], *(f"{x:.3f}" for x in separation(*sample))])
+    for record, samples in readable(records, _embedded):
+        label = label_of[record.path]
+        for row, participant, domain, sample in samples:
+            panels[row].append((f"{label}: {participant} on {domain}", sample))
+            lines.append([label, participant, domain, *(f"{x:.3f}" for x in separation(*sample))])
     if output:
         draw_embeddings(panels, output)
     return ["run", "participant", "images", "between over within classes", "silhouette"], lines
+
+
+def _embedded(record: RunRecord) -> list[tuple[str, str, str, tuple[np.ndarray, np.ndarray]]]:
+    """Of the first two participants: own or other domain, participant, domain, and the features and labels there."""
+    from fedjax_pcdd.api.runs import load_run  # only this analysis restores checkpoints
+
+    names, history = _domains(record), load_run(record.path)
+    dataset, tests = history.federation.dataset, history.federation.partition.test
+    samples = []
+    for client in (0, 1):
+        for row, domain in (("own domain", client), ("other domain", 1 - client)):
+            indices = tests[domain][balanced(dataset.y_test[tests[domain]], EACH)]
+            features = np.asarray(history.outputs(dataset.x_test[indices], client=client).features)
+            samples.append((row, names[client], names[domain], (features, dataset.y_test[indices])))
+    return samples
 
 
 def _domains(record: RunRecord) -> list[str]:

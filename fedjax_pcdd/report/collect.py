@@ -158,7 +158,7 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
 
 
 def readable(runs: Sequence[T], read: Callable[[T], U]) -> list[tuple[T, U]]:
-    """Each run with what `read` returns of it; where that raises a `UserError`, the run is left out.
+    """Each run with what `read` returns of it; where that raises a `UserError`, the run is left out and stderr says so.
 
     Raises:
       UserError: that of the only run, or all runs are left out.
@@ -172,7 +172,7 @@ def readable(runs: Sequence[T], read: Callable[[T], U]) -> list[tuple[T, U]]:
                 raise
             print(f"left out: {error}", file=sys.stderr)
     if not results:
-        raise UserError(f"none of the {len(runs)} runs can be read: repair one, or name other folders.")
+        raise UserError(f"none of the {len(runs)} runs can be used, for the reasons above: name other folders.")
     return results
 
 

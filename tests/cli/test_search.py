@@ -104,7 +104,7 @@ def test_a_search_of_the_command_line_is_continued_from_python(tmp_path, monkeyp
     captured = capsys.readouterr()
     assert "best: --lr=0.0" in captured.out
     assert captured.err == ""  # chosen on validation samples
-    rows = list(csv.DictReader((folder / "summary.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert {row["experiment"] for row in rows} == {"trial-000", "trial-001"}
     trained = []
     monkeypatch.setattr(sweep, "run", lambda config, *_, **__: trained.append(config.run_dir.name) or {"ga_best": 0.0})

@@ -23,6 +23,7 @@ from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.api.sweep import Sweep
 from fedjax_pcdd.cli import sweep as cli_sweep
+from fedjax_pcdd.cli.search import search_main
 from fedjax_pcdd.cli.sweep import as_table, launch, processes, sweep_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import build, dump
@@ -389,7 +390,7 @@ def test_experiments_with_validation_samples_are_not_trained_together(tmp_path, 
 def test_workers_are_started_once_and_train_at_most_their_share_together(tmp_path, monkeypatch, options, together):
     started = []
 
-    def train(steps, results, folder, most, before):
+    def train(steps, results, folder, most, before, quiet):
         for name in ("first", "second"):  # stages of a search
             assert before(SimpleNamespace(left=dict.fromkeys(range(5))), tmp_path)
             results[name] = {}
@@ -398,7 +399,7 @@ def test_workers_are_started_once_and_train_at_most_their_share_together(tmp_pat
     monkeypatch.setattr(cli_sweep, "launch", lambda command, *_: started.append(command[-1]))
     monkeypatch.setattr(cli_sweep, "train", train)
     monkeypatch.setattr(cli_sweep, "summarise", lambda *_: [])
-    monkeypatch.setattr(cli_sweep, "conclude", lambda *_: 0)
+    monkeypatch.setattr(cli_sweep, "conclude", lambda *_, **__: 0)
     assert sweep_main(["--method=fedavg", *options]) == 0
     assert started == [f"--together={together}"]
 
@@ -409,6 +410,45 @@ def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swept") / "sweep"
     assert sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={folder}"]) == 0
     return folder
+
+
+def test_a_larger_grid_keeps_the_runs_of_a_smaller_one_in_its_folder(swept, tmp_path, monkeypatch):
+    folder, trained = tmp_path / "sweep", []
+    shutil.copytree(swept, folder)
+    grid = {word.split("=")[0].removeprefix("--").replace("-", "_"): word.split("=")[1] for word in SMALL}
+    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: trained.append(config.run_dir.name) or {})
+    monkeypatch.setattr(sweep, "run_together", lambda *_: pytest.fail("there is one run to do"))
+    results = fp.sweep({**grid, "method": "fedavg", "beta": [0.1, 0.5]}, folder=folder)
+    assert trained == ["fedavg-beta=0.5"]
+    assert results["fedavg-beta=0.1"] == json.loads((folder / "fedavg/summary.json").read_text())
+    assert len(results.load("fedavg-beta=0.1").rows) == 1
+    assert not (folder / "fedavg-beta=0.1").exists()
+
+
+def test_a_run_of_a_smaller_grid_that_another_process_trains_is_left_to_it(swept, tmp_path, capsys):
+    shutil.copytree(swept, tmp_path / "sweep")
+    (tmp_path / "sweep/fedavg/summary.json").unlink()
+    argv = ["--method=fedavg", *SMALL, "--beta=0.1,0.5", f"--sweep-dir={tmp_path / 'sweep'}", "--status"]
+    with Lock.take(tmp_path / "sweep/claims/fedavg.lock", wait=0):
+        assert sweep_main(argv) == 0
+    assert "1 running, 1 waiting" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("main", [sweep_main, search_main])
+def test_a_folder_alone_shows_its_status_and_trains_nothing(swept, capsys, main):
+    capsys.readouterr()
+    assert main([f"--sweep-dir={swept}", "--status"]) == 0
+    assert "1 done" in capsys.readouterr().out
+    assert main([f"--sweep-dir={swept}"]) == 2
+    assert "repeat it whole, or ask for --status" in capsys.readouterr().err
+
+
+def test_a_quiet_sweep_writes_its_table_and_shows_nothing(swept, capsys):
+    (swept / "summary.csv").unlink()
+    capsys.readouterr()
+    assert sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={swept}", "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert "fedavg" in table_of(swept)
 
 
 def swept_again(swept, folder, damage):
