@@ -27,6 +27,7 @@ from fedjax_pcdd.training.hosts import agree
 from fedjax_pcdd.training.inputs import check_inputs, read_resolved, write_resolved
 from fedjax_pcdd.training.loop import Callback, Progress, Run
 from fedjax_pcdd.training.metrics import new_history
+from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
 from fedjax_pcdd.training.setup import NOTHING, Given, Setup
 from fedjax_pcdd.training.tracking import Tracking, names_of
@@ -134,6 +135,14 @@ def _the_same_everywhere(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return whole | versions | {"the content of a file of your own": files}
 
 
+def records_nothing(config: RunConfig, finished: RunConfig) -> list[str]:
+    """A sentence for each option that asks a finished run to record rounds, which it did not when it was trained."""
+    names = ("track", "profile", "loggers", *loggers.OWN)
+    asked = [name for name in names if getattr(config, name) not in (None, False, getattr(finished, name))]
+    end = "records rounds as they are trained, so nothing of a run that is finished: train it in another folder."
+    return [f"`{name}` {end}" for name in asked]
+
+
 class FolderRecord(Record):
     """The record of an experiment in a folder: the folder, and the callbacks that fill it."""
 
@@ -219,6 +228,8 @@ class FolderRecord(Record):
         if start[1].stopped or start[1].round >= self.asked.config.rounds:
             with suppress(UserError):  # a damaged one is written anew
                 self._before = self.folder.summary() or {}
+            for sentence in records_nothing(self.asked.config, read_run(self.folder.path)[0]):
+                self.say(sentence)
         elif self.checkpoint.missing:
             names = ", ".join(self.checkpoint.missing)
             self.say(

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from fedjax_pcdd.api.grid import WHOLE, Experiment, stages, summarise
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.records import APART, Asked, Result
+from fedjax_pcdd.api.records import APART, Asked, Result, records_nothing
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
@@ -123,14 +123,16 @@ class Sweep:
     def _asked(self, name: str) -> Asked | None:
         """What remains to be run of an experiment, from its start or its checkpoint; None if it is finished."""
         planned, folder = self._planned[name], self._path(name)
-        location: dict[str, Any] = {"run_dir": folder}
+        location, recorded = {"run_dir": folder}, None
         try:
             if is_there(folder / CONFIG):
-                location["resume"] = folder
-                check_same(read_run(folder), (planned.config, planned.method), folder)
+                location["resume"], recorded = folder, read_run(folder)
+                check_same(recorded, (planned.config, planned.method), folder)
             if (summary := RunFolder(folder).summary()) is not None:
-                if "resume" not in location:
+                if recorded is None:
                     raise UserError(f"{folder} has lost its {CONFIG}, its results may be of anything: remove it.")
+                for sentence in records_nothing(planned.config, recorded[0]):
+                    self._say_once(sentence)
                 self._check_data(name)
                 self.results[name] = summary
                 return None
@@ -139,7 +141,7 @@ class Sweep:
                 raise
             raise UserError(f"{folder} has files that cannot be read: remove it, or choose another folder.") from error
         data = self._data.get(_data_key(planned.config))
-        return planned._replace(config=replace(planned.config, **location, quiet=True), data=data)
+        return planned._replace(config=replace(planned.config, quiet=True, **location), data=data)
 
     def _check_data(self, name: str) -> None:
         """Raise UserError if a finished experiment was trained on other data than those finished before."""

@@ -145,7 +145,7 @@ def show_begun(folder: Path, status_asked: bool) -> bool:
     if not status_asked:
         if any(folder.glob(f"*/{sweep.CONFIG}")):
             raise UserError(
-                f"{folder} holds experiments, but not the command that they are of: repeat it whole, or ask for `status`."
+                f"{folder} holds experiments, and not the command that made them: repeat that one, or ask for `status`."
             )
         return False
     begun_sweep = sweep.Sweep(sweep.begun(folder), folder, _failed)
@@ -176,7 +176,7 @@ def train(
     steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
     before: Callable[["Sweep", Path], bool] = lambda part, folder: True, *, quiet: bool = False,
 ) -> tuple[Path, list[Experiment]]:  # fmt: skip
-    """`api.sweep.run_stages` with what a command adds: unless it is quiet a bar and advice, then signals, its origin."""
+    """`api.sweep.run_stages` with what a command adds: signals, its origin, and a bar and advice unless quiet."""
     from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
     from fedjax_pcdd.training import interrupts
 

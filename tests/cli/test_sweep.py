@@ -23,6 +23,7 @@ from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.api.sweep import Sweep
 from fedjax_pcdd.cli import sweep as cli_sweep
+from fedjax_pcdd.cli.run import main as run_main
 from fedjax_pcdd.cli.search import search_main
 from fedjax_pcdd.cli.sweep import as_table, launch, processes, sweep_main
 from fedjax_pcdd.errors import UserError
@@ -440,7 +441,17 @@ def test_a_folder_alone_shows_its_status_and_trains_nothing(swept, capsys, main)
     assert main([f"--sweep-dir={swept}", "--status"]) == 0
     assert "1 done" in capsys.readouterr().out
     assert main([f"--sweep-dir={swept}"]) == 2
-    assert "repeat it whole, or ask for --status" in capsys.readouterr().err
+    assert "repeat that one, or ask for --status" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [sweep_main, run_main])
+def test_tracking_of_what_is_finished_is_said_to_record_nothing(swept, capsys, main):
+    capsys.readouterr()
+    where = [f"--sweep-dir={swept}", "--method=fedavg", *SMALL] if main is sweep_main else [f"--resume={swept}/fedavg"]
+    assert main([*where, "--track=classes"]) in (0, None)
+    words = "warning: --track records rounds as they are trained, so nothing of a run that is finished"
+    assert words in " ".join(("".join(capsys.readouterr())).split())
+    assert not (swept / "fedavg/track.jsonl").exists()
 
 
 def test_a_quiet_sweep_writes_its_table_and_shows_nothing(swept, capsys):
