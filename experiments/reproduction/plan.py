@@ -85,7 +85,8 @@ def read_plan(scale: str, folder: Path, presets: Path) -> Plan:
     """
     path = next((path for path in (folder / f"{scale}.yaml", Path(scale)) if path.is_file()), None)
     if path is None:
-        raise UserError(f"there is no plan '{scale}': {nearest(scale, sorted(p.stem for p in folder.glob('*.yaml')))}")
+        plans = [p.stem for p in sorted(folder.glob("*.yaml")) if "blocks" in load_mapping(read_text(p), str(p))]
+        raise UserError(f"there is no plan '{scale}': {nearest(scale, plans)}")
     top = load_mapping(read_text(path), str(path))
     blocks = top.get("blocks")
     if not set(top) <= {"settings", "blocks"} or not isinstance(blocks, list):

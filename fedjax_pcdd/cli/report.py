@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_pcdd.analysis.curves import CURVES
-from fedjax_pcdd.cli.messages import invocation, sentence
+from fedjax_pcdd.cli.messages import flag, invocation, sentence
 from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, collect
@@ -133,6 +133,8 @@ def _notes(runs: Sequence[RunRecord], groups: Sequence[Group]) -> list[str]:
         done = f"{run.rounds_done} of {run.config['rounds']} rounds"
         failed = f"{run.path} failed after {done} and is in no table: {sentence(run.failure or '')}"
         notes.append(failed if run.failure else f"{run.path} is unfinished: {done}; it is in no table.")
+    if any(run.state == "unfinished" for run in runs):
+        notes.append(f"What is unfinished goes on with {invocation('run')} {flag('resume')}=FOLDER.")
     entries = [entry for run_group in groups for entry in run_group.entries]
     for entry in entries:
         notes += [f"{run.path} repeats seed {run.seed} of a newer run and does not count." for run in entry.repeated]

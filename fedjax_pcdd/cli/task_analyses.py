@@ -54,7 +54,9 @@ def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -
 
 def _with_start(record: RunRecord) -> list[dict[str, Any]]:
     """The rounds of a run, before them the accuracies of the pre-trained models if they were written."""
-    start = RunFolder(record.path).read_json("start.json")
+    start, own_domain = RunFolder(record.path).read_json("start.json"), f"intra_top{_recipe(record).top}"
+    if not any(row.get(own_domain) is not None for row in record.rows):
+        raise UserError(f"{record.path} has no round with {own_domain}: leave it out.")
     return [start, *record.rows] if start else record.rows
 
 

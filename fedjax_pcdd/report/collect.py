@@ -170,7 +170,8 @@ def readable(runs: Sequence[T], read: Callable[[T], U]) -> list[tuple[T, U]]:
         except UserError as error:
             if len(runs) == 1:
                 raise
-            print(f"left out: {error}", file=sys.stderr)
+            path = str(run.path if isinstance(run, RunRecord) else run)
+            print(f"left out: {error}" if path in str(error) else f"left out: {path}: {error}", file=sys.stderr)
     if not results:
         raise UserError(f"none of the {len(runs)} runs can be used, for the reasons above: name other folders.")
     return results

@@ -120,9 +120,12 @@ def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[lis
     seeds = sorted(a.keys() & b.keys())
     for seed in seeds:
         names = f"{first.label} and {other.label}"
-        if a[seed].partition != b[seed].partition:
+        without = [run.path for run in (a[seed], b[seed]) if run.partition is None]
+        if len(without) == 1:
+            notes.append(f"{without[0]} has no partition.npz and is left out: resume it, which writes that again.")
+        elif a[seed].partition != b[seed].partition:
             notes.append(f"{data}: seed {seed} of {names} has different data or partitions and is left out.")
-        elif a[seed].partition is None:
+        elif without:
             notes.append(f"{data}: seed {seed} of {names} has no partition.npz, so that partitions may differ.")
     paired_seeds = [seed for seed in seeds if a[seed].partition == b[seed].partition]
     return [a[seed] for seed in paired_seeds], [b[seed] for seed in paired_seeds]

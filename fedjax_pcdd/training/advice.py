@@ -3,11 +3,13 @@
 from typing import Any
 
 from fedjax_pcdd import models
+from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import asked_for
 from fedjax_pcdd.methods import Traits
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.training.config import RunConfig, rounds_of
 
+PERCENT = 100  # with fewer samples, one of them is more than a percentage point
 Reader = tuple[str, tuple[Any, ...]]  # an option that another depends on, and the values of it that read the other
 
 
@@ -22,6 +24,15 @@ def unused(config: RunConfig, traits: Traits) -> list[str]:
         for other, effective in [readers[name]]
         if (used := getattr(config, other)) not in effective and not (other == "partition" and config.task)
     ]
+
+
+def too_few(config: RunConfig, federation: Federation) -> list[str]:
+    """A sentence if the best round is chosen on so few validation samples that rounds are hardly told apart."""
+    if config.select_on != "validation" or federation.validation is None:
+        return []
+    count = len(federation.validation.flat)
+    end = "hardly tells rounds apart: raise it."
+    return [f"`validation={config.validation:g}` keeps {count} samples in all, which {end}"] * (count < PERCENT)
 
 
 def _too_late(config: RunConfig) -> list[str]:

@@ -237,7 +237,7 @@ class RunConfig:
         if self.local_steps is not None and (self.local_epochs is not None or self.task is not None):
             raise UserError("`local_steps` stands in place of epochs: use `local_epochs=none`, and no `task`.")
         if self.select_by == "balanced" and (self.select_on == "validation" or self.task is not None):
-            raise UserError("`select_by=balanced` is measured on tests, without a task: use `select_by=plain`.")
+            raise UserError("`select_by=balanced` is measured on tests, without a task: drop it, or those two.")
         self._check_processes()
         rounds_of(self.lr_steps)
         if self.track is not None:

@@ -42,6 +42,7 @@ CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
     "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
 )  # fmt: skip
 _DAMAGED = "{} is damaged: put it back as it was, or remove it."
+_NO_SUMMARY = "{} is damaged: remove it and resume the run, which writes it again."
 LOCK, PARTITION = "lock", "partition.npz"
 # Written by libraries, such as numpy, which follow links.
 _WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "wandb.txt", "mlflow.txt", "profile")
@@ -165,9 +166,9 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The result, None if the run is not finished; UserError if the file is damaged."""
-        value = self.read_json(SUMMARY)
+        value = self.read_json(SUMMARY, _NO_SUMMARY)
         if value is not None and not is_summary(value):
-            raise UserError(_DAMAGED.format(self.path / SUMMARY))
+            raise UserError(_NO_SUMMARY.format(self.path / SUMMARY))
         return value
 
     def _rows(self, name: str) -> tuple[list[dict[str, Any]], list[int]]:
@@ -212,8 +213,8 @@ class RunFolder:
         """Write a JSON file atomically; NaN becomes null."""
         self.write(name, dumps(value, indent=2) + "\n")
 
-    def read_json(self, name: str) -> Any:
-        """The content that `write_json` wrote, None if there is no such file; UserError if it is damaged."""
+    def read_json(self, name: str, damaged: str = _DAMAGED) -> Any:
+        """The content that `write_json` wrote, None if there is no such file; UserError if it is `damaged`."""
         path = self.path / name
         try:
             value = json.loads(path.read_bytes())
@@ -224,7 +225,7 @@ class RunFolder:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise UserError(_DAMAGED.format(path))
+            raise UserError(damaged.format(path))
         return value
 
     def write(self, name: str, text: str) -> None:

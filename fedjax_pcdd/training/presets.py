@@ -49,6 +49,10 @@ def read_preset(name: str, folder: Path = PRESETS) -> Preset:
     for path in (folder / f"{name}.yaml", folder / name, Path(name)):
         if is_there(path):
             return _parse(read_text(path), str(path))
+    if is_there(configuration := Path(name) / "config.yaml"):
+        raise UserError(f"`preset={name}` is the folder of a run: take its configuration, {configuration}.")
+    if Path(name).suffix in (".yaml", ".yml") and not is_there(folder / Path(name).parent, Path.is_dir):
+        raise UserError(f"there is no file {name}: correct the path of `preset`.")
     known = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
     advice = nearest(name.removesuffix(".yaml"), known) if known else f"{folder} holds none."
     raise UserError(f"there is no preset '{name}': {advice}")
@@ -149,10 +153,9 @@ def _variant_of(preset: Preset, method: str, variant: str | None) -> dict[str, A
     if variant is None and variants:
         raise UserError(f"{preset.source} has variants of {method}: add `variant` with one of {', '.join(variants)}.")
     if variant is not None and selected["method"] != method:
-        raise UserError(
-            f"variant '{variant}' of {preset.source} is one of {selected['method']}, not of {method}: drop `method` or "
-            "choose another `variant`."
-        )
+        advice = f"choose one of {method}'s, {', '.join(variants)}" if variants else "drop `variant`"
+        what = f"variant '{variant}' of {preset.source} is one of {selected['method']}, not of {method}"
+        raise UserError(f"{what}: drop `method`, or {advice}.")
     return {key: value for key, value in selected.items() if key != "method"}
 
 

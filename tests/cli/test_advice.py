@@ -62,6 +62,12 @@ def test_one_class_clients_are_reported_where_their_loss_has_no_gradient(tmp_pat
     assert remedy in text
 
 
+@pytest.mark.parametrize(("share", "said"), [(0.005, True), (0.2, False)])
+def test_choosing_rounds_on_a_few_validation_samples_is_advised_against(tmp_path, capsys, share, said):
+    text = advice_on(tmp_path, capsys, select_on="validation", validation=share)
+    assert ("samples in all, which hardly tells rounds apart: raise it." in text) == said
+
+
 def test_dynamic_regularisation_of_strength_zero_is_reported(tmp_path, capsys):
     assert "--alpha" in advice_on(tmp_path, capsys, method="feddyn", alpha=0.0)
 

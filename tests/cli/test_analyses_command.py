@@ -408,11 +408,29 @@ def test_bilateral_curves_of_other_learning_rates_stay_apart(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("analysis", ["tasks", "ablation", "embedding"])
-def test_runs_without_a_task_are_refused_beside_runs_of_a_task(tmp_path, capsys, analysis):
+def test_runs_without_a_task_are_left_out_beside_runs_of_a_task(tmp_path, capsys, analysis):
     task, plain = write_run(tmp_path / "task", task="digits_domains"), write_run(tmp_path / "plain")
     with_results(task, domains=["mnist", "usps"], inter=[0.2, 0.4], intra=[0.6, 0.8])
-    assert f"{plain} is not a run over the domains of a task" in refusal(capsys, analysis, task, plain)
+    code = analyse_main([analysis, str(task), str(plain)])
+    captured = capsys.readouterr()
+    assert f"left out: {plain} is not a run over the domains of a task" in captured.err
+    if analysis == "ablation":
+        assert code == 0
+        assert "mnist" in captured.out
+    else:  # the made-up run has neither rounds of a task nor checkpoints
+        assert code == 2
+        assert str(task) in captured.err
+        assert captured.err.count("\n") <= 3
     assert f"{plain} is not a run over the domains of a task" in refusal(capsys, analysis, plain)
+
+
+@pytest.mark.parametrize("analysis", ["traffic", "burden"])
+def test_runs_that_are_not_counted_are_left_out_beside_others(two_runs, tmp_path, capsys, analysis):
+    task = task_run(tmp_path / "task")
+    assert analyse_main([analysis, str(two_runs / "plain"), str(task)]) == 0
+    captured = capsys.readouterr()
+    assert list(cells(captured.out)) == ["plain"]
+    assert f"left out: {task} is a run over the domains of a task" in captured.err
 
 
 def task_run(folder, **options):

@@ -116,6 +116,15 @@ def test_accuracies_not_finite_and_missing_partitions_are_noted(tmp_path):
     assert "seed 0 of fedavg and moon has no partition.npz" in notes[1]
 
 
+def test_a_run_that_lacks_its_partition_is_named_and_said_to_be_mended_by_resuming(tmp_path):
+    pairs(tmp_path, (0.3, 0.5), (0.2, 0.4))
+    runs = collect([tmp_path])
+    (runs[0].path / "partition.npz").unlink()
+    results, notes = compare(collect([tmp_path]))
+    assert {len(result.difference.seeds) for result in results} == {1}
+    assert notes == [f"{runs[0].path} has no partition.npz and is left out: resume it, which writes that again."]
+
+
 def test_the_command_prints_a_comparison(tmp_path, capsys):
     pairs(tmp_path, (0.3, 0.5), (0.2, 0.4))
     assert compare_main([str(tmp_path)]) == 0

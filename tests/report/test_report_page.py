@@ -58,7 +58,8 @@ def test_a_failed_experiment_of_a_sweep_is_reported_with_its_reason(tmp_path, ca
     assert report_main([str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"]) == 0
     output = capsys.readouterr().out
     assert "b failed after 2 of 3 rounds and is in no table: --lr is too large: the loss is not finite.\n" in output
-    assert "c is unfinished: 2 of 3 rounds; it is in no table.\n" in output
+    assert "c is unfinished: 2 of 3 rounds; it is in no table.\nWhat is unfinished goes on with " in output
+    assert " --resume=FOLDER.\n" in output
     assert "<p>1 finished runs, 1 unfinished, 1 failed." in (tmp_path / "out/report.html").read_text()
     assert "a failed" not in output
     assert ">failed<" in (tmp_path / "out/report.html").read_text()

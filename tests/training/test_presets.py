@@ -308,6 +308,13 @@ def test_a_variant_may_be_given_together_with_its_method(preset_file):
     assert config.method == "fedgela"
 
 
+def test_the_folder_of_a_run_is_not_a_preset_but_its_configuration_is(tmp_path):
+    (tmp_path / "config.yaml").write_text("method: fedavg\nlr: 0.5\n")
+    with pytest.raises(UserError, match=r"is the folder of a run: take its configuration, .*config\.yaml\."):
+        read_preset(str(tmp_path), PRESETS)
+    assert parse([f"--preset={tmp_path / 'config.yaml'}"])[0].lr == 0.5
+
+
 def test_options_win_over_a_variant(preset_file):
     _, method = parse([f"--preset={preset_file}", "--split=a", "--variant=strong", "--mu1=1"])
     assert method == FedMR(mu1=1.0, mu2=0.4)
@@ -328,11 +335,16 @@ def test_without_a_variant_this_preset_names_no_method(preset_file):
         ("--preset=FILE --split=a --variant=intra", "FILE has no variant 'intra': did you mean 'intra-only'?"),
         (
             "--preset=FILE --split=a --variant=fedge --method=fedmr",
-            "variant 'fedge' of FILE is one of fedgela, not of fedmr: drop --method or choose another --variant.",
+            "variant 'fedge' of FILE is one of fedgela, not of fedmr: drop --method, or choose one of fedmr's,",
+        ),
+        (
+            "--preset=FILE --split=a --variant=fedge --method=fedavg",
+            "variant 'fedge' of FILE is one of fedgela, not of fedavg: drop --method, or drop --variant.",
         ),
         ("--preset=fedmr/table1 --split=P5C2 --variant=full", "PRESETS/fedmr/table1.yaml has no variants: drop"),
         ("--variant=full", "--variant chooses a variant of a preset: add --preset, or drop it."),
         ("--variant", "--variant needs a value: write --variant=VALUE."),
+        ("--preset=missing/own.yaml", "there is no file missing/own.yaml: correct the path of --preset."),
         ("--resume=. --variant=a", "--resume continues a run as it was started: drop --variant."),
     ],
 )
