@@ -32,6 +32,7 @@ from fedjax_pcdd.data.dataset import Dataset as Dataset
 from fedjax_pcdd.data.federation import Federation as Federation
 from fedjax_pcdd.data.lists import Partition as Partition
 from fedjax_pcdd.data.natural import write_federation as write_federation
+from fedjax_pcdd.engine.executables import compiled_once as compiled_once
 from fedjax_pcdd.errors import UserError as UserError
 from fedjax_pcdd.methods import APFL as APFL
 from fedjax_pcdd.methods import CCVR as CCVR

@@ -22,6 +22,7 @@ API = {
     "data.federation": ["Federation"],
     "data.lists": ["Partition"],
     "data.natural": ["write_federation"],
+    "engine.executables": ["compiled_once"],
     "errors": ["UserError"],
     "methods.method": ["Message", "Method", "Summary", "Traits", "hyperparameter"],
     "methods.server_optimised": ["ServerOptimised"],

@@ -31,7 +31,8 @@ RUN is the folder of a run, or one that holds such folders. What --track wrote i
 its last checkpoint, where the clients' models are those after the local training of one further round.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.run_analyses import Options, bilateral, burden, grid, labels_of, rounds, table, tracked, traffic
 from fedjax_pcdd.cli.task_analyses import Lines, ablation, correlation, embedding, tasks
 from fedjax_pcdd.data.federation import heat_maps, map_of, read_counts
-from fedjax_pcdd.errors import UserError, as_path, at_once, nearest
+from fedjax_pcdd.errors import UserError, as_path, at_once, nearest, writing
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.training.config import RUN
 
@@ -96,7 +97,7 @@ def _run(name: str, arguments: Sequence[str]) -> str:
     records = _finished(collect(paths)) if paths else []
     if "output" not in options:
         return command.work(records, options)
-    with at_once(Path(options["output"]), OUTPUT) as temporary:
+    with _picture(options["output"]) as temporary:
         return command.work(records, options | {"output": str(temporary)})
 
 
@@ -109,6 +110,15 @@ def _check_suffix(output: str | None) -> None:
     """UserError for a picture in an unsupported format."""
     if output is not None and (suffix := Path(output).suffix) not in PICTURES:
         raise UserError(f"must end with {', '.join(PICTURES)}, not '{suffix}'.", field="output")
+
+
+@contextmanager
+def _picture(output: str) -> Iterator[Path]:
+    """A context with a temporary path for a picture, whose folder is made before anything is computed."""
+    with writing(Path(output), OUTPUT):
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+    with at_once(Path(output), OUTPUT) as temporary:
+        yield temporary
 
 
 def _finished(records: list[RunRecord]) -> list[RunRecord]:
@@ -151,7 +161,7 @@ def _partition(options: Options) -> str:
         splits = [{"split": name} for name in options.pop("split", "").split(",") if name] or [{}]
         points = [experiment.given for split in splits for experiment in expand(options | split)]
         maps = [map_of(federate(configure(point)[0])) for point in points]
-    with at_once(Path(output), OUTPUT) as temporary:
+    with _picture(output) as temporary:
         heat_maps(maps, temporary)
     owned = [(heat_map.counts > 0).sum(1) for heat_map in maps]
     words = [f"{len(counts)} clients with {counts.min()} to {counts.max()} classes" for counts in owned]

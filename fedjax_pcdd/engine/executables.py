@@ -15,7 +15,10 @@ _kept: ContextVar[OrderedDict[Any, Any] | None] = ContextVar("kept", default=Non
 
 @contextlib.contextmanager
 def compiled_once() -> Iterator[None]:
-    """Compile simulations with equal programs and shapes, such as the trials of a sweep, only once within this context.
+    """A context in which simulations with equal programs and shapes, such as the trials of a sweep, are compiled once.
+
+        with fp.compiled_once():
+            histories = [fp.simulate(federation, fp.FedProx(mu=mu)) for mu in (0.01, 0.1, 1.0)]
 
     Nothing is shared beyond it: JAX does not notice when something that a hook or a user's pipeline reads, such as a
     notebook's global, has changed.

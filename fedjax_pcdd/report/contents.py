@@ -156,25 +156,37 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     members: dict[tuple[Any, Any], list[RunRecord]] = {}
     for run in finished:
         members.setdefault((run.config.get(rows), run.config.get(columns) if columns else metric), []).append(run)
-    labels, heads = (list(dict.fromkeys(key[i] for key in members)) for i in (0, 1))
-    heads = sorted(heads) if all(map(_is_number, heads)) else heads
+    labels, heads = (_in_order(dict.fromkeys(key[i] for key in members)) for i in (0, 1))
     is_share = metric.startswith(("ga_", "pa_")) and not metric.endswith("_round")
     varied = {name for cell in members.values() for name in differing([run.config for run in cell])}
     varied |= {*differing([run.config for run in finished])} & {field.name for field in fields(RunConfig)}
     varied, lines = sorted(varied - {rows, columns, "preset"}), []
     for value in labels:
         cells = [_mean_of(members.get((value, head), ()), metric, varied, 100.0 if is_share else 1.0) for head in heads]
-        lines.append(Row(str(value), tuple(cells), (str(value), "", "")))
+        lines.append(Row(_written(value), tuple(cells), (_written(value), "", "")))
     remark = f"Runs also differ in {', '.join(varied)}; among cells of unlike ones nothing is marked." if varied else ""
     if metric.endswith("_best"):
         remark = f"{remark} Best rounds are chosen by {chosen_by(run.result for run in finished)}.".strip()
     if rows != "seed":
         remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
     direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
-    headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=direction) for head in heads)
+    headings = tuple(
+        Column(f"{columns}={_written(head)}" if columns else str(head), metric, best=direction) for head in heads
+    )
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))
+
+
+def _in_order(option_values: Iterable[Any]) -> list[Any]:
+    """Numbers in rising order, and none after them; anything else as it is."""
+    listed = list(option_values)
+    numeric = all(value is None or _is_number(value) for value in listed)
+    return sorted(listed, key=lambda value: (value is None, value or 0)) if numeric else listed
+
+
+def _written(value: Any) -> str:
+    return "none" if value is None else str(value)
 
 
 def _mean_of(runs: Runs, metric: str, varied: Sequence[str], factor: float) -> Cell:

@@ -56,6 +56,18 @@ def history(federation, seen_variables):
     return fp.simulate(federation, fp.FedAvg(), callback=keep_variables, **small(rounds=3, eval_every=2))
 
 
+def test_calls_within_compiled_once_share_a_program_and_give_the_bits_of_calls_outside(federation):
+    def simulated(mu):
+        return fp.simulate(federation, fp.FedProx(mu=mu), **small())
+
+    outside = simulated(0.5)
+    with fp.compiled_once():
+        first, second = simulated(0.1), simulated(0.5)
+    assert [h.simulation.compilations for h in (outside, first, second)] == [1, 1, 0]
+    jax.tree.map(np.testing.assert_array_equal, second.variables, outside.variables)
+    assert [row["ga"] for row in second.rows] == [row["ga"] for row in outside.rows]
+
+
 def test_import_loads_nothing_heavy():
     code = "import sys, fedjax_pcdd; print({'jax', 'numpy', 'matplotlib'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

@@ -11,7 +11,7 @@ import pytest
 from made_up_runs import write_run
 
 from fedjax_pcdd.api import runs
-from fedjax_pcdd.cli import run_analyses
+from fedjax_pcdd.cli import analyse, run_analyses
 from fedjax_pcdd.cli.analyse import analyse_main, table
 from fedjax_pcdd.data.federation import read_counts
 from fedjax_pcdd.training.config import build
@@ -297,6 +297,19 @@ def test_an_error_names_the_unreadable_counts_and_not_the_picture(tmp_path, caps
     (tmp_path / "closed.csv").touch()
     monkeypatch.setattr("builtins.open", lambda path, *_, **__: os.open(f"{path}/x", os.O_RDONLY))
     assert "closed.csv/x cannot be used" in refusal(capsys, "partition", f"--counts={tmp_path / 'closed.csv'}")
+
+
+def test_the_folder_of_a_picture_is_made_before_anything_is_computed(tmp_path, capsys, monkeypatch):
+    def look(_, options):
+        assert Path(options["output"]).parent.is_dir()
+        return "a table"
+
+    monkeypatch.setitem(analyse.COMMANDS, "rounds", analyse.Command(look, ("output",)))
+    write_run(tmp_path / "a")
+    assert printed(capsys, "rounds", tmp_path / "a", f"--output={tmp_path / 'pictures/of/a.png'}") == "a table\n"
+    (tmp_path / "file").touch()
+    monkeypatch.setitem(analyse.COMMANDS, "rounds", analyse.Command(lambda *_: pytest.fail("late"), ("output",)))
+    assert "another --output" in refusal(capsys, "rounds", tmp_path / "a", f"--output={tmp_path / 'file/a.png'}")
 
 
 def test_a_picture_that_fails_leaves_the_previous_one_unchanged(tmp_path, capsys, monkeypatch):

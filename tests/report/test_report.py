@@ -748,6 +748,12 @@ def test_a_pivot_sorts_its_columns_and_counts_the_newest_run_of_a_seed(tmp_path)
     assert [(cell.mean, cell.n) for cell in table.rows[0].cells] == [(pytest.approx(20.0), 1), (0.0, 1)]
 
 
+def test_a_pivot_sorts_its_rows_and_says_none_as_it_is_written(tmp_path):
+    for cohort in (10, None, 2):
+        write_run(tmp_path / str(cohort), cohort=cohort)
+    assert [row.label for row in pivot(collect([tmp_path]), "cohort", None, "ga_best").rows] == ["2", "10", "none"]
+
+
 def test_a_pivot_of_rounds_is_not_in_percent(tmp_path):
     add_to_summary(write_run(tmp_path / "a"), ga_best_round=3)
     table = pivot(collect([tmp_path]), "method", None, "ga_best_round")
