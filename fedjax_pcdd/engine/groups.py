@@ -68,13 +68,6 @@ def members_of(models: Sequence[Classifier]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups.values()))
 
 
-def fitting(local: Local, sizes: np.ndarray, weights: str | None = None) -> Local:
-    """Local training with batches no larger than the largest client, where that removes nothing but padding."""
-    if local.last_batch in ("strict", "top_up") or weights == "batches":
-        return local
-    return replace(local, batch_size=int(min(local.batch_size, max(1, sizes.max()))))
-
-
 def mean_of_models(clients: Tree) -> Tree:
     """Every participant's model replaced by the mean of all [K, ...]."""
     variables = jax.vmap(model_of)(clients)
@@ -150,8 +143,7 @@ class Groups:
         kept_out = None if validation is None else Lists.of([validation[k] for k in members])
         federation = Federation(data, Partition(*(tuple(split[k] for k in members) for split in lists)), kept_out)
         group_epochs = tuple(epochs[k] for k in members) if epochs else self.local.epochs
-        local = replace(fitting(self.local, federation.sizes, options.get("weights")), epochs=group_epochs)
-        experiment = Experiment(federation, method, local, self.seed, members)
+        experiment = Experiment(federation, method, replace(self.local, epochs=group_epochs), self.seed, members)
         return Simulation(model, [experiment], cohort=len(members), aggregates=not self.shares_server, **options)
 
     def _make_programs(self) -> None:

@@ -38,6 +38,18 @@ class Experiment(NamedTuple):
     availability: Availability | None = None  # None: all clients are always available
 
 
+def fitting(local: Local, sizes: np.ndarray, weights: str = "method") -> Local:
+    """Local training with batches not much wider than the largest client, where that removes nothing but padding.
+
+    Widths are powers of two up to 128 and multiples of it beyond, so that most partitions alike share a program.
+    """
+    if local.last_batch in ("strict", "top_up") or weights == "batches":
+        return local
+    largest = max(1, int(sizes.max()))
+    width = 1 << (largest - 1).bit_length() if largest <= 128 else -(-largest // 128) * 128
+    return replace(local, batch_size=min(local.batch_size, width))
+
+
 class Planner:
     """Schedules rounds; the subclass `Simulation` sets those attributes that `__init__` does not.
 
@@ -60,11 +72,12 @@ class Planner:
     data: Data
     capacity: int
 
-    def __init__(self, experiments: Sequence[Experiment], cohort: int):
-        """Plan for cohorts of size S."""
+    def __init__(self, experiments: Sequence[Experiment], cohort: int, weights: str = "method"):
+        """Plan for cohorts of size S; `weights` as in `raw_weights`."""
         first = experiments[0]
-        self.experiments, self.local, self.cohort_size = experiments, first.local, cohort
+        self.experiments, self.cohort_size = experiments, cohort
         self.sizes = np.stack([e.federation.sizes for e in experiments])
+        self.local = fitting(first.local, self.sizes, weights)
         self.able = [np.flatnonzero(sizes) for sizes in self.sizes]
         clients = np.arange(self.sizes.shape[1], dtype=np.int32)
         self.numbers = np.stack([np.array(e.numbers, np.int32) if e.numbers else clients for e in experiments])

@@ -8,7 +8,7 @@ import numpy as np
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
-from fedjax_pcdd.engine.groups import Groups, fitting
+from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Local
@@ -63,7 +63,7 @@ def _trained_alone(
 ) -> Tree:
     """A group's models [K_g, ...] after training each alone on its part of the federation's data."""
     group = groups.groups[g]
-    local = fitting(replace(local, local_steps=None, lr_steps=()), federation.sizes)
+    local = replace(local, local_steps=None, lr_steps=())
     experiment = group.experiments[0]._replace(federation=federation, method=Participant(), local=local)
     alone = group.alike([experiment], len(groups.members[g]), **options)
     return alone.step(alone.start()._replace(clients=variables), round)[0].clients

@@ -148,7 +148,7 @@ class Simulation(Planner):
         if layers:
             experiments = [e._replace(method=with_own_layers(e.method)) for e in experiments]
         _check_samples(experiments[0], public, execution.stream)
-        super().__init__(experiments, cohort)
+        super().__init__(experiments, cohort, weights)
         self.owners = jax.process_count() if execution.client_state != "device" or execution.stream is not None else 1
         each = execution.devices // self.owners  # devices that share one process's jobs
         self.execution, blocks = self._fitted(execution, schedule.most_jobs(len(experiments) * cohort, each))

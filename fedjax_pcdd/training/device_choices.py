@@ -99,7 +99,7 @@ def convolutions_of(
     lanes = min(jobs, MOST_LANES if config.lanes == "auto" else int(config.lanes))
     needed = list(dict.fromkeys(
         operation for part in simulations for operation in operations(
-            part.program.model, part.image_shape, part.program.setting.batch_size, lanes,
+            part.program.model, part.image_shape, part.local.batch_size, lanes,
             part.program.dtype,
         )
     ))  # fmt: skip

@@ -36,6 +36,20 @@ def assert_close(a, b, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
+@pytest.mark.parametrize("rule", ["keep", "drop"])
+def test_batches_larger_than_all_clients_train_as_whole_clients_do_and_are_hardly_wider(rule):
+    most = max(toy.SIZES)
+    whole, huge = (toy.simulation(batch_size=size, last_batch=rule) for size in (most, 10**6))
+    assert huge.plan(0)[0].indices.shape[-1] < 2 * most
+    assert huge.program.setting.batch_size == 10**6  # what methods see is what was asked for
+    assert_close(params(toy.train(huge, (0, 1))[0]), params(toy.train(whole, (0, 1))[0]))
+
+
+def test_batches_are_as_wide_as_asked_for_where_their_size_has_a_meaning():
+    for options in ({"last_batch": "top_up"}, {"weights": "batches", "last_batch": "keep"}):
+        assert toy.simulation(batch_size=64, **options).local.batch_size == 64
+
+
 def simulate(model, *, methods=None, seeds=(0,), lanes=2, cohort=5, **options):
     base = toy.simulation()
     methods = methods or [Method()] * len(seeds)
