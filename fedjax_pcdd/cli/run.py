@@ -52,12 +52,15 @@ def _run(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
     try:
         _train(config, method, origin)
     except KeyboardInterrupt as stop:
-        from fedjax_pcdd.training.folder import CONFIG
-
-        began = config.run_dir is not None and is_there(config.run_dir / CONFIG)
-        advice = f"continue with `resume={config.run_dir}`" if began else "nothing was written"
-        stop.args = (f"{f'{stop}: ' if str(stop) else ''}{advice}",)
+        stop.args = (f"{f'{stop}: ' if str(stop) else ''}{_how_to_continue(config)}",)
         raise
+
+
+def _how_to_continue(config: RunConfig) -> str:
+    from fedjax_pcdd.training.folder import CONFIG
+
+    began = config.run_dir is not None and is_there(config.run_dir / CONFIG)
+    return f"continue with `resume={config.run_dir}`" if began else "nothing was written"
 
 
 def _plainly_written(argv: Sequence[str]) -> dict[str, str]:
@@ -72,7 +75,7 @@ def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
     from fedjax_pcdd.training import hosts, interrupts, progress
 
     def killed() -> str:
-        return sentence(f"stopped in the midst of a round: continue with `resume={config.run_dir}`")
+        return sentence(f"stopped in the midst of a round: {_how_to_continue(config)}")
 
     with interrupts.watch(GRACE, killed), hosts.together(config, method, sentence) as host_config:
         if host_config.quiet:
