@@ -117,10 +117,12 @@ def described(part: Any) -> str | None:
         return None if part is None else hashlib.sha256("".join(str(described(x)) for x in part).encode()).hexdigest()
     is_object = isinstance(part, nn.Module | nnx.Module)
     defined = type(part) if is_object else part
+    functions = [f for f in (defined, *getattr(defined, "__dict__", {}).values()) if inspect.isfunction(f)]
     try:
+        if any(f.__code__.co_filename == "<string>" for f in functions):
+            raise OSError("many texts have this name, and Python 3.13 finds that of `python -c` under it")
         text = inspect.getsource(defined)
     except (OSError, TypeError):  # typed in, or written in C
-        functions = [f for f in (defined, *vars(defined).values()) if inspect.isfunction(f)]
         text = f"{defined}" + "".join(f"{f.__code__.co_code!r}{f.__code__.co_consts}" for f in functions)
     if isinstance(part, nn.Module):
         text += repr(part)
