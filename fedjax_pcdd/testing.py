@@ -23,10 +23,12 @@ from fedjax_pcdd.data.federation import Federation, hold_out
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.devices import CompileClock
+from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.errors import UserError, nearest, shortened
+from fedjax_pcdd.errors import UserError, nearest, shortened, spelled
+from fedjax_pcdd.methods.checks import misspelt
 from fedjax_pcdd.methods.method import Local, Method
 from fedjax_pcdd.training.config import as_read
 from fedjax_pcdd.training.fields import options_of
@@ -49,13 +51,15 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
       hyper: hyper-parameters that differ from the defaults.
 
     Raises:
-      AssertionError: a claim does not hold; the message names it.
+      AssertionError: a claim does not hold, or a function is named almost like a hook; the message names it.
       UserError: `method` is not a method, a hyper-parameter is unknown, a hook returns a wrong shape, or the method
         exchanges logits, for which there are no contract tests outside this package.
     """
     tested = _with(method, hyper)
     if tested.traits().exchange != "never":
         raise UserError(f"{type(tested).__name__} exchanges logits: check_method takes methods that do not.")
+    if sentences := misspelt(tested, Method):
+        raise AssertionError(spelled(sentences[0]))
     programs: dict[Any, Simulation] = {}
 
     def make(**options: Any) -> Simulation:
@@ -98,8 +102,11 @@ def _holds_in_float64(claim: Callable[[Make], None], method: Method) -> bool:
     return True
 
 
-def federation(seed: int = 0, noise: float = 40) -> Federation:
-    """Five clients with 1 to 30 samples of 5x5 pixels; each class has its own mean image, plus noise (std `noise`)."""
+def federation(seed: int = 0, noise: float = 40, unowned: int | None = None) -> Federation:
+    """Five clients with 1 to 30 samples of 5x5 pixels; each class has its own mean image, plus noise (std `noise`).
+
+    With `unowned`, the first training sample is nobody's: an image of that grey value.
+    """
     rng = np.random.default_rng(seed)
     means = rng.integers(40, 216, (CLASSES, 5, 5, 1))
 
@@ -111,6 +118,9 @@ def federation(seed: int = 0, noise: float = 40) -> Federation:
 
     x_train, y_train, train = draw(SIZES)
     x_test, y_test, test = draw((4, 6, 5, 7, 6))
+    if unowned is not None:
+        x_train = np.concatenate([np.full_like(x_train[:1], unowned), x_train])
+        y_train, train = np.concatenate([[unowned % CLASSES], y_train]), tuple(indices + 1 for indices in train)
     dataset = Dataset("toy", x_train, y_train, x_test, y_test, CLASSES)
     return Federation(dataset, Partition(train, test))
 
@@ -122,21 +132,27 @@ def public_images(count: int = 21, seed: int = 5) -> np.ndarray:
 
 def simulation(
     method: Method, *, lanes: int = 2, block: int | None = None, client_state: Any = "device", held: bool = False,
-    dtype: Any = jnp.float32,
+    dtype: Any = jnp.float32, last_batch: Any = "drop", unowned: int | None = None, eval_batch: int | None = None,
 ) -> Simulation:  # fmt: skip
     """The method on the made-up federation: three of five clients a round, two epochs of SGD with momentum.
 
     Args:
       held: hold out validation samples even if the method does not use any.
+      unowned: as in `federation`.
+      eval_batch: samples at a time in passes without training.
     """
-    toy_federation = hold_out(federation(), 0.3, 0) if held or method.traits().validation else federation()
+    toy_federation = federation(unowned=unowned)
+    if held or method.traits().validation:
+        toy_federation = hold_out(toy_federation, 0.3, 0)
     model = models.build("mlp", num_classes=CLASSES, image_shape=toy_federation.image_shape)
-    local = Local(epochs=2, batch_size=8, lr=0.05)
+    local = Local(epochs=2, batch_size=8, last_batch=last_batch, lr=0.05)
     public = (public_images(), Pipeline()) if method.traits().public else None
     return Simulation(
         method.build(model), [Experiment(toy_federation, method, local, 0)], pipeline=Pipeline(), cohort=3,
         rounds=len(ROUNDS), public=public,
-        execution=Execution(lanes=lanes, block=block, client_state=client_state, dtype=dtype, param_dtype=dtype),
+        execution=Execution(
+            lanes=lanes, block=block, client_state=client_state, eval_batch=eval_batch, dtype=dtype, param_dtype=dtype
+        ),
     )  # fmt: skip
 
 
@@ -247,6 +263,18 @@ def clients_outside_the_cohort_keep_their_state(make: Make) -> None:
     assert_trees_all_equal(before, jax.tree.map(lambda x: np.array(x)[outside], state.clients))
 
 
+def padding_does_not_change_results(make: Make) -> None:
+    """What fills up a batch counts nowhere: hooks multiply by `batch.mask`, and divide by its sum."""
+    with compiled_once():
+        black, white = (train(make(unowned=grey, last_batch="keep")) for grey in (0, 255))
+    assert_trees_all_close(black, white, rtol=1e-6, atol=1e-6)
+
+
+def batches_of_summarise_do_not_change_results(make: Make) -> None:
+    """What `summarise` returns is added over batches of any size, in which padding counts nowhere."""
+    assert_trees_all_close(train(make(eval_batch=8)), train(make()), rtol=1e-5, atol=1e-5)
+
+
 CLAIMS: tuple[Callable[[Make], None], ...] = (
     three_rounds_with_changing_cohorts_compile_once,
     lanes_do_not_change_results,
@@ -257,9 +285,12 @@ CLAIMS: tuple[Callable[[Make], None], ...] = (
     a_ragged_federation_gives_no_nan,
     a_round_without_clients_changes_nothing,
     clients_outside_the_cohort_keep_their_state,
+    padding_does_not_change_results,
+    batches_of_summarise_do_not_change_results,
 )
 
-ROUNDED = (lanes_do_not_change_results, blocks_do_not_change_results)  # results that float32 may round differently
+# Results that float32 may round differently.
+ROUNDED = (lanes_do_not_change_results, blocks_do_not_change_results, batches_of_summarise_do_not_change_results)
 
 
 def reduces_to_fedavg(simulated: Simulation, plain: Simulation) -> None:

@@ -427,6 +427,19 @@ def test_a_hyperparameter_must_not_have_the_name_of_an_option(tmp_path):
     assert main([f"--method={name}", "--lr=0.02", f"--run-dir={tmp_path / 'run'}"]) == 2
 
 
+def test_a_hyperparameter_must_not_have_the_name_of_a_function():
+    @struct.dataclass
+    class Twice(fp.Method):
+        penalty: float = fp.hyperparameter(0.5, help="x")
+
+        def penalty(self, variables, outputs, batch, context):  # noqa: F811
+            return 0.0
+
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    sentence = "Twice has a hyper-parameter and a function penalty: rename one of them"
+    refused(sentence, lambda: fp.simulate(federation, Twice(), rounds=1))
+
+
 def test_index_lists_determine_the_number_of_clients(folder):
     refused(
         "lists.npz has 3 clients, not 4: drop", lambda: fp.partition(fp.load_dataset("digits"), "lists.npz", clients=4)

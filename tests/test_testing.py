@@ -8,6 +8,7 @@ from flax import struct
 from fedjax_pcdd import testing
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Message, Method
+from fedjax_pcdd.methods.method import Summary
 from fedjax_pcdd.testing import check_method
 
 
@@ -28,6 +29,55 @@ class Scaling(Method):
 
     def upload(self, variables, summary, context):
         return context.client + context.facts.client, Message(mean=jax.tree.map(lambda x: x * 1.01, variables))
+
+
+@struct.dataclass
+class CountsPadding(Method):
+    """A penalty whose mean is over the padding too."""
+
+    def penalty(self, variables, outputs, batch, context):
+        return jnp.mean(outputs.features**2)
+
+
+@struct.dataclass
+class SumsPadding(Method):
+    """Its summary is a sum over the padding too."""
+
+    def traits(self):
+        return super().traits()._replace(summary=Summary())
+
+    def summarise(self, variables, batch, context):
+        return (batch.images**2).sum()
+
+    def upload(self, variables, summary, context):
+        client, message = super().upload(variables, summary, context)
+        return client, message._replace(mean=jax.tree.map(lambda x: x * (1 + 1e-3 * summary), message.mean))
+
+
+@struct.dataclass
+class Misspelt(Method):
+    """FedAvg, since its penalty has no hook's name."""
+
+    def penality(self, variables, outputs, batch, context):
+        return jnp.sum(outputs.features)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("method", "claim"),
+    [(CountsPadding, testing.padding_does_not_change_results),
+     (SumsPadding, testing.batches_of_summarise_do_not_change_results)],
+)  # fmt: skip
+def test_a_method_that_counts_padding_is_named_with_the_claim_it_breaks(monkeypatch, method, claim):
+    monkeypatch.setattr(testing, "CLAIMS", (claim,))
+    with pytest.raises(AssertionError, match=f"{method.__name__}: {claim.__name__.replace('_', ' ')}"):
+        check_method(method)
+    check_method(Method)
+
+
+def test_a_function_named_almost_like_a_hook_fails_the_check():
+    with pytest.raises(AssertionError, match=r"Misspelt\.penality is not a hook: did you mean penalty\?"):
+        check_method(Misspelt)
 
 
 @pytest.mark.thorough

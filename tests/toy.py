@@ -57,10 +57,10 @@ def simulation(
     name="fedavg", *, lanes=2, cohort=3, model="mlp", seed=0, method=None, batch_size=8, last_batch="drop",
     norm="batch", epochs=2, weights="method", local_statistics=False, momentum=0.9, clip=None,
     client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd",
-    block=None, dtype=jnp.float32, **hyper,
+    block=None, dtype=jnp.float32, unowned=None, **hyper,
 ):  # fmt: skip
     """A simulation of one method on the toy federation; equal arguments share one, with its compiled programs."""
-    toy_federation = federation(noise=noise)
+    toy_federation = federation(noise=noise, unowned=unowned)
     method = METHODS[name](**hyper) if method is None else method
     if isinstance(model, str):
         model = models.build(model, num_classes=CLASSES, image_shape=toy_federation.image_shape, norm=norm)

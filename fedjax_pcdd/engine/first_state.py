@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import (
@@ -27,11 +28,16 @@ from fedjax_pcdd.trees import zeros_like
 
 
 def _check_server(method: Method, server: Tree) -> None:
-    """UserError if the server's state has a leaf that is no array, or lacks `variables` that a default hook reads."""
+    """UserError if a leaf is no array, or what a default hook or the metrics read of the server's state is missing."""
     numbers(method, "init_server", server)
+    recorded, name = method.traits().recorded, type(method).__name__
+    for field in (recorded,) if isinstance(recorded, str) else recorded:
+        if isinstance(recorded, str) or np.shape(getattr(server, field, [0])):
+            raise UserError(
+                f"{name}.traits says that '{field}' is recorded: give a tuple of scalar fields of init_server's state."
+            )
     reads = [hook for hook in ("download", "generic_variables") if getattr(type(method), hook) is getattr(Method, hook)]
     if reads and not hasattr(server, "variables"):
-        name = type(method).__name__
         raise UserError(f"{name}.init_server must return something with a field variables, which {reads[0]} returns.")
 
 

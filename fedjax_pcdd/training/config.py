@@ -3,6 +3,7 @@
 # ruff: noqa: RUF009 - run_option is a dataclass field, not a value
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Mapping
 from itertools import pairwise
@@ -302,10 +303,12 @@ def check_written(given: Mapping[str, str]) -> None:
 
 
 def check_names(method: type["Method"]) -> None:
-    """Raise UserError if a hyper-parameter has the name of a run option, which would be ambiguous."""
-    clashes = [name for name in options_of(method) if name in RUN or name in RESERVED]
-    if clashes:
-        raise UserError(f"{method.__name__} has a hyper-parameter {clashes[0]}, as an option of every run: rename it.")
+    """Raise UserError if a hyper-parameter has the name of a run option, which would be ambiguous, or of a hook."""
+    for name in options_of(method):
+        if name in RUN or name in RESERVED:
+            raise UserError(f"{method.__name__} has a hyper-parameter {name}, as an option of every run: rename it.")
+        if inspect.isfunction(inspect.getattr_static(method, name, None)):
+            raise UserError(f"{method.__name__} has a hyper-parameter and a function {name}: rename one of them.")
 
 
 def as_read(method: "Method") -> "Method":

@@ -166,6 +166,20 @@ def test_a_server_without_variables_and_hooks_that_return_no_model_are_named():
 
 
 @struct.dataclass
+class Recording(Method):
+    recorded: tuple = struct.field(pytree_node=False, default=())
+
+    def traits(self):
+        return super().traits()._replace(recorded=self.recorded)
+
+
+@pytest.mark.parametrize("recorded", [("drift",), ("variables",), "drift"])
+def test_what_is_recorded_must_be_a_scalar_of_the_server(recorded):
+    with pytest.raises(UserError, match=r"'(drift|variables)' is recorded: give a tuple of scalar fields"):
+        toy.simulation(method=Recording(recorded)).start()
+
+
+@struct.dataclass
 class Weighing(Method):
     weight_of_client_1: float = 1.0
 

@@ -73,9 +73,13 @@ def simulation(name, **options):
     return toy.simulation(name, **SMALLER.get(name, {}), **options)
 
 
-ROUNDED = (testing.lanes_do_not_change_results, testing.blocks_do_not_change_results)
 SENSITIVE = ("feddecorr",)  # features of tiny spread, standardised, magnify float32's rounding: compared in float64
-COMPILING_MORE = (testing.blocks_do_not_change_results, testing.client_state_on_the_host_does_not_change_results)
+COMPILING_MORE = (
+    testing.blocks_do_not_change_results,
+    testing.client_state_on_the_host_does_not_change_results,
+    testing.padding_does_not_change_results,
+    testing.batches_of_summarise_do_not_change_results,
+)
 
 
 def contract_cases(claims, methods):
@@ -87,7 +91,7 @@ def contract_cases(claims, methods):
 
 @pytest.mark.parametrize(("claim", "name"), [*contract_cases(testing.CLAIMS, NAMES)])
 def test_every_method_keeps_the_contract(claim, name, request):
-    if claim in ROUNDED and name in SENSITIVE:
+    if claim in testing.ROUNDED and name in SENSITIVE:
         request.getfixturevalue("x64")
         claim(partial(simulation, name, dtype=jnp.float64))
     else:
