@@ -32,7 +32,8 @@ def _check_server(method: Method, server: Tree) -> None:
     numbers(method, "init_server", server)
     recorded, name = method.traits().recorded, type(method).__name__
     for field in (recorded,) if isinstance(recorded, str) else recorded:
-        if isinstance(recorded, str) or np.shape(getattr(server, field, [0])):
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(getattr(server, field, ()))]
+        if isinstance(recorded, str) or shapes != [()]:
             raise UserError(
                 f"{name}.traits says that '{field}' is recorded: give a tuple of scalar fields of init_server's state."
             )
