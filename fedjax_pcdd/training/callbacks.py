@@ -1,13 +1,15 @@
 """Small callbacks: early stopping, profiling, and the user's own functions."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from fedjax_pcdd.errors import UserError, shortened
+from fedjax_pcdd.errors import UserError, shortened, spelled
+from fedjax_pcdd.methods.checks import misspelt
 from fedjax_pcdd.registry import called
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import DIGITS
@@ -151,7 +153,10 @@ def takes(function: Callable, arguments: int) -> bool:
 
 
 def as_callbacks(given: Iterable[Any]) -> list[Callback]:
-    """The user's callbacks, with functions wrapped as `Function`; UserError for anything else."""
+    """The user's callbacks, with functions wrapped as `Function`; UserError for anything else.
+
+    A warning names functions of theirs that the loop does not call, but whose names are almost those of some it does.
+    """
     if not isinstance(given, list | tuple):
         raise UserError(f"takes a list of callbacks, not {given!r}.", field="callbacks")
     for callback in given:
@@ -164,4 +169,7 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
         if isinstance(callback, Callback) and not takes(callback.on_round, 2):
             name = type(callback).__name__
             raise UserError(f"{name}.on_round must take a run and the report of its round.", field="callbacks")
-    return [callback if isinstance(callback, Callback) else Function(callback) for callback in given]
+    callbacks = [callback if isinstance(callback, Callback) else Function(callback) for callback in given]
+    for sentence in (sentence for callback in callbacks for sentence in misspelt(callback, Callback)):
+        warnings.warn(spelled(sentence), stacklevel=3)
+    return callbacks

@@ -382,3 +382,12 @@ def test_a_callback_that_a_resumed_run_lacks_is_named_and_metrics_go_on(federati
     with pytest.warns(UserWarning, match="was trained with EarlyStopping"):
         resumed = fp.resume(folder, metrics=metrics, federation=federation)
     assert [row["seen"] for row in resumed.rows] == [1, 2, 3, 4]
+
+
+def test_a_function_named_almost_like_one_that_the_loop_calls_is_warned_of():
+    class Misspelt(fp.Callback):
+        def on_rounds(self, run, report):
+            return True
+
+    with pytest.warns(UserWarning, match=r"Misspelt\.on_rounds is not a hook: did you mean on_round\?"):
+        as_callbacks([Misspelt()])
