@@ -25,12 +25,13 @@ def look(index: int) -> tuple[str, str]:
 
 
 def axis_of(name: str) -> tuple[str, int]:
-    """Axis label of one of `CURVES`, and the factor for its numbers: accuracies are shown in percent.
+    """Axis label of a number of a round, and the factor for it: accuracies are shown in percent.
 
-    >>> axis_of("pa"), axis_of("loss")
-    (('PA in training (%)', 100), ('training loss', 1))
+    >>> axis_of("pa"), axis_of("loss"), axis_of("ga_balanced"), axis_of("drift")
+    (('PA in training (%)', 100), ('training loss', 1), ('ga_balanced (%)', 100), ('drift', 1))
     """
-    return (CURVES[name], 1) if name == "loss" else (f"{CURVES[name]} (%)", 100)
+    in_percent = name.split("_")[0] in ("ga", "pa")
+    return f"{CURVES.get(name, name)}{' (%)' if in_percent else ''}", 100 if in_percent else 1
 
 
 def series(rows: Iterable[Mapping[str, Any]], *names: str, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:

@@ -146,7 +146,8 @@ class History(TrainedModels):
 
         Args:
           ax: matplotlib axes; None for a new figure with all curves.
-          what: "ga", "pa" or "loss"; None for "ga", or for all of them in a new figure.
+          what: "ga", "pa", "loss", or another number of a round, such as a metric of your own; None for "ga", or for
+            these three in a new figure.
           label: in the legend; None for the history's own.
           style: matplotlib's properties of the line.
 
@@ -161,8 +162,11 @@ class History(TrainedModels):
         what = what or "ga"
         if not hasattr(ax, "plot"):
             raise UserError(f"takes axes of matplotlib, not {shortened(ax)}: `what` names a curve.", field="ax")
-        if what not in CURVES:
-            raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
+        numbers = [
+            name for row in self.rows for name, x in row.items() if isinstance(x, int | float) and name != "round"
+        ]
+        if what not in (known := dict.fromkeys([*CURVES, *numbers])):
+            raise UserError(f"there is no curve '{what}': {nearest(what, known)}")
         upwards, factor = axis_of(what)
         rounds, values = series(self.rows, what, factor=factor)
         curve(ax, rounds, values, label=label or self.label, **style)
@@ -193,7 +197,7 @@ def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", 
 
     Args:
       histories: at least one in a list, or a single history.
-      what: one or several curves, of "ga", "pa" and "loss".
+      what: one or several curves, as in `History.plot`.
 
     Returns:
       A pyplot figure.

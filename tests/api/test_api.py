@@ -462,6 +462,13 @@ def test_plot_draws_the_evaluated_rounds_in_percent(history):
         history.plot(accuracy, what="gaa")
 
 
+def test_plot_draws_numbers_of_ones_own_too(federation):
+    history = fp.simulate(federation, fp.FedAvg(), metrics={"twice": lambda run: 2.0 * run.round}, **small())
+    twice, spread = fp.plot(history, what=("twice", "pa_std")).axes
+    np.testing.assert_allclose(twice.lines[0].get_xydata(), [[1, 2], [2, 4]])
+    assert (twice.get_ylabel(), spread.get_ylabel()) == ("twice", "pa_std (%)")
+
+
 def test_plot_of_a_federation_shows_its_class_counts(federation):
     axes = federation.plot()
     np.testing.assert_array_equal(axes.images[0].get_array().filled(0), federation.class_counts.T)
