@@ -22,7 +22,7 @@ from fedjax_pcdd.training.accuracies import LastRound
 from fedjax_pcdd.training.callbacks import Metrics, Profile
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, dump
-from fedjax_pcdd.training.folder import SUMMARY, Records, RunFolder, describe_machine, peak_memory_mb
+from fedjax_pcdd.training.folder import SUMMARY, TRACK, Records, RunFolder, describe_machine, peak_memory_mb
 from fedjax_pcdd.training.hosts import agree
 from fedjax_pcdd.training.inputs import check_inputs, read_resolved, write_resolved
 from fedjax_pcdd.training.loop import Callback, Progress, Run
@@ -135,10 +135,12 @@ def _the_same_everywhere(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return whole | versions | {"the content of a file of your own": files}
 
 
-def records_nothing(config: RunConfig, finished: RunConfig) -> list[str]:
-    """A sentence for each option that asks a finished run to record rounds, which it did not when it was trained."""
-    names = ("track", "profile", "loggers", *loggers.OWN)
-    asked = [name for name in names if getattr(config, name) not in (None, False, getattr(finished, name))]
+def records_nothing(config: RunConfig, finished: RunConfig, folder: Path) -> list[str]:
+    """A sentence if a finished run is asked to track quantities that it has not tracked, when it was trained."""
+    if config.track is None or config.track == finished.track:
+        return []
+    tracked = {name for row in RunFolder(folder).rows(TRACK) for name in row}
+    asked = ["track"] * bool({*names_of(config.track)} - tracked)
     end = "records rounds as they are trained, so nothing of a run that is finished: train it in another folder."
     return [f"`{name}` {end}" for name in asked]
 
@@ -228,7 +230,7 @@ class FolderRecord(Record):
         if start[1].stopped or start[1].round >= self.asked.config.rounds:
             with suppress(UserError):  # a damaged one is written anew
                 self._before = self.folder.summary() or {}
-            for sentence in records_nothing(self.asked.config, read_run(self.folder.path)[0]):
+            for sentence in records_nothing(self.asked.config, read_run(self.folder.path)[0], self.folder.path):
                 self.say(sentence)
         elif self.checkpoint.missing:
             names = ", ".join(self.checkpoint.missing)

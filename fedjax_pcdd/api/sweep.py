@@ -33,7 +33,7 @@ from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import local_training
 from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert, with_commas, write_text
-from fedjax_pcdd.training.folder import CLAIMS, CONFIG, RunFolder, failure_file, failure_of
+from fedjax_pcdd.training.folder import CLAIMS, CONFIG, LOCK, RunFolder, failure_file, failure_of
 from fedjax_pcdd.training.inputs import RESOLVED
 from fedjax_pcdd.training.lock import InUse, Lock, owner
 from fedjax_pcdd.training.named_arrays import bytes_of
@@ -131,7 +131,7 @@ class Sweep:
             if (summary := RunFolder(folder).summary()) is not None:
                 if recorded is None:
                     raise UserError(f"{folder} has lost its {CONFIG}, its results may be of anything: remove it.")
-                for sentence in records_nothing(planned.config, recorded[0]):
+                for sentence in records_nothing(planned.config, recorded[0], folder):
                     self._say_once(sentence)
                 self._check_data(name)
                 self.results[name] = summary
@@ -273,12 +273,30 @@ def begun(folder: Path) -> dict[str, Asked]:
 
 
 def runs_in(folder: Path) -> dict[str, str]:
-    """By what they compute, the names of the runs in a sweep's folder, whichever grid they are of."""
-    names = {}
-    for path in sorted(folder.glob(f"*/{CONFIG}")):
+    """By what they compute, the names of the runs in a sweep's folder, whichever grid they are of.
+
+    Runs of Python's own objects are none of a grid. Of equal runs a finished one comes first. What a process trains
+    without a sweep's claim is left to it.
+    """
+    names, ranks = {}, {}
+    for path in sorted(path.parent for path in folder.glob(f"*/{CONFIG}")):
         with suppress(UserError):  # damaged, or of a method that has changed
-            names[_content(*read_run(path.parent))] = path.parent.name
+            pair, run = read_run(path), RunFolder(path)
+            if (run.read_json(RESOLVED) or {}).get("given") or (owner(path / LOCK) and not _is_claimed(path)):
+                continue
+            summary, rows = run.summary(), run.rows()
+            done = rows[-1]["round"] if rows else 0
+            if summary is not None and done < pair[0].rounds:  # a callback ended it
+                continue
+            content, rank = _content(*pair), (summary is not None, done)
+            if content not in ranks or rank > ranks[content]:
+                names[content], ranks[content] = path.name, rank
     return names
+
+
+def _is_claimed(path: Path) -> bool:
+    """Whether a sweep trains the run in this folder."""
+    return owner(path.parent / CLAIMS / f"{path.name}.lock") is not None
 
 
 def _content(config: RunConfig, method: Method, ignored: Collection[str] = NOT_COMPUTED) -> str:

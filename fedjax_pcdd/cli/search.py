@@ -47,7 +47,11 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     settings, results = own_options(options, OPTIONS), {}
     quiet = is_quiet(options)
-    if settings["sweep_dir"] and not options and show_begun(settings["sweep_dir"], settings["status"]):
+    if (
+        settings["sweep_dir"]
+        and not options.keys() - {"quiet"}
+        and show_begun(settings["sweep_dir"], settings["status"])
+    ):
         return 0
     from fedjax_pcdd.api.search import ON_TEST, Search
 

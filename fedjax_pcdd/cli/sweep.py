@@ -106,7 +106,11 @@ def _main(argv: Sequence[str]) -> int:
     if slurm and settings["launcher"] == "processes":
         raise UserError(f"{slurm[0]} is for jobs of Slurm: add --launcher=slurm, or leave it out.")
     words = [f"{flag(name)}={text}" for name, text in options.items()]
-    if settings["sweep_dir"] and not options and show_begun(settings["sweep_dir"], settings["status"]):
+    if (
+        settings["sweep_dir"]
+        and not options.keys() - {"quiet"}
+        and show_begun(settings["sweep_dir"], settings["status"])
+    ):
         return 0
 
     def before(stage_sweep: "Sweep", folder: Path) -> bool:

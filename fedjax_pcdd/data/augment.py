@@ -214,7 +214,8 @@ def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
         draws = draw(pipeline, key, len(images))
         images = jax.vmap(lambda image, image_draws: transform(pipeline, image, image_draws))(images, draws)
     if train and pipeline.own is not None:
-        keys = jax.random.split(jax.random.fold_in(key, len(images)), len(images))
+        # By position, so that the width of a batch, which padding may change, changes no draw.
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(images)))
         images = jax.vmap(pipeline.own)(images, keys)
     elif pipeline.window:
         top, left = ((side - pipeline.window) // 2 for side in images.shape[1:3])

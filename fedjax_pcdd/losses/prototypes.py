@@ -183,8 +183,9 @@ def random_subset(key: Array, mask: Array, n: Array | int) -> Array:
       [B] bool mask.
     """
     mask = mask.astype(bool)
-    size = mask.shape[0]
-    lots = jnp.where(mask, jax.random.permutation(key, size), size)
+    # By position, so that padding changes no draw.
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(mask)))
+    lots = jnp.where(mask, jax.vmap(jax.random.uniform)(keys), 2.0)
     ranks = jnp.argsort(jnp.argsort(lots))
     return mask & (ranks < n)
 

@@ -435,12 +435,26 @@ def test_a_run_of_a_smaller_grid_that_another_process_trains_is_left_to_it(swept
     assert "1 running, 1 waiting" in capsys.readouterr().out
 
 
+def test_runs_that_are_none_of_a_grid_are_not_taken_for_its_own(swept, tmp_path):
+    for name in ("a", "b", "objects", "stopped"):
+        shutil.copytree(swept / "fedavg", tmp_path / name)
+    (tmp_path / "b/summary.json").unlink()
+    assert list(sweep.runs_in(tmp_path).values()) == ["a"]
+    for name in ("a", "b"):
+        shutil.rmtree(tmp_path / name)
+    text = (tmp_path / "stopped/config.yaml").read_text()
+    (tmp_path / "stopped/config.yaml").write_text(text.replace("rounds: 1\n", "rounds: 9\n"))
+    resolved = json.loads((tmp_path / "objects/resolved.json").read_text())
+    (tmp_path / "objects/resolved.json").write_text(json.dumps(resolved | {"given": ["model"]}))
+    assert sweep.runs_in(tmp_path) == {}
+
+
 @pytest.mark.parametrize("main", [sweep_main, search_main])
 def test_a_folder_alone_shows_its_status_and_trains_nothing(swept, capsys, main):
     capsys.readouterr()
     assert main([f"--sweep-dir={swept}", "--status"]) == 0
     assert "1 done" in capsys.readouterr().out
-    assert main([f"--sweep-dir={swept}"]) == 2
+    assert main([f"--sweep-dir={swept}", "--quiet"]) == 2
     assert "repeat that one, or ask for --status" in capsys.readouterr().err
 
 
