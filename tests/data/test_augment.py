@@ -226,3 +226,12 @@ def test_cifar100_keeps_its_constants_whatever_the_path_of_its_file():
 def test_unknown_crop_is_refused():
     with pytest.raises(UserError, match="crop"):
         Pipeline(crop="mirror")
+
+
+def test_padding_changes_no_draw_of_an_own_augmentation():
+    def noisy(image, key):
+        return image + jax.random.normal(key, image.shape)
+
+    images, pipeline = jnp.zeros((128, 4, 4, 1)), Pipeline(own=noisy)
+    wide, narrow = (prepare(pipeline, images[:width], jax.random.key(0), train=True) for width in (128, 64))
+    np.testing.assert_array_equal(wide[:64], narrow)

@@ -418,6 +418,12 @@ def test_random_subset_has_n_of_the_unmasked_rows(n):
     assert not np.any(subset & ~mask)
 
 
+def test_padding_changes_no_draw_of_a_random_subset():
+    mask = jnp.arange(64) < 50
+    subsets = [random_subset(jax.random.key(3), jnp.pad(mask, (0, more)), 20)[:64] for more in (0, 64)]
+    np.testing.assert_array_equal(*subsets)
+
+
 def test_random_subset_is_uniform():
     mask = jnp.arange(6) < 5
     keys = jax.random.split(jax.random.key(0), 4000)
