@@ -27,7 +27,7 @@ from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.errors import UserError, nearest, shortened, spelled
+from fedjax_pcdd.errors import UserError, nearest, shortened
 from fedjax_pcdd.methods.checks import misspelt
 from fedjax_pcdd.methods.method import Local, Method
 from fedjax_pcdd.training.config import as_read
@@ -59,7 +59,7 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
     if tested.traits().exchange != "never":
         raise UserError(f"{type(tested).__name__} exchanges logits: check_method takes methods that do not.")
     if sentences := misspelt(tested, Method):
-        raise AssertionError(spelled(sentences[0]))
+        raise AssertionError(sentences[0])
     programs: dict[Any, Simulation] = {}
 
     def make(**options: Any) -> Simulation:

@@ -328,7 +328,7 @@ def _loaded(files: RunFolder, objects: Mapping[str, Any]) -> History:
     with Checkpoints(files.path / "checkpoints", read_only=True) as checkpoints:
         restored = checkpoints.restore((start.servers, best), (start.clients, start.statistics))
     if restored is None:
-        raise UserError(f"{files.path} has no checkpoint left: run it again.")
+        raise UserError(f"{files.path} has no checkpoint left, or none yet: resume it, which then begins anew.")
     resolved = restored.history.get("resolved", {})
     check_given(resolved.get("given", ()), request.given, files.path)
     check_inputs(resolved.get("inputs"), prepared.inputs(0, config, request.method), files.path, warn)

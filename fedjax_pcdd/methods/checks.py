@@ -48,6 +48,8 @@ def same_shapes(method: Any, hook: str, name: str, tree: Any, expected: Any, sou
       expected: the tree whose structure and shapes it must have.
       source: where that one comes from, such as "init_client made it".
     """
+    if tree is None and expected is not None:
+        raise UserError(f"{_name(method)}.{hook} must return the {name} as {source}, not None.")
     try:
         chex.assert_trees_all_equal_shapes(*jax.tree.map(_array, (tree, expected)))
     except (AssertionError, ValueError, TypeError):
@@ -121,9 +123,7 @@ def misspelt(method: Any, contract: type) -> list[str]:
     functions = [name for cls in type(method).__mro__ for name, value in vars(cls).items() if callable(value)]
     added = [name for name in dict.fromkeys(functions) if not (name.startswith("_") or hasattr(contract, name))]
     close = {name: get_close_matches(name, hooks, 1, 0.85) for name in added}
-    return [
-        f"{_name(method)}.{name} is not a hook: did you mean `{match[0]}`?" for name, match in close.items() if match
-    ]
+    return [f"{_name(method)}.{name} is not a hook: did you mean {match[0]}?" for name, match in close.items() if match]
 
 
 def _name(method: Any) -> str:

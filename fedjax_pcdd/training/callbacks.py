@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fedjax_pcdd.errors import UserError, shortened, spelled
+from fedjax_pcdd.errors import UserError, shortened
 from fedjax_pcdd.methods.checks import misspelt
 from fedjax_pcdd.registry import called
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
@@ -171,5 +171,5 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
             raise UserError(f"{name}.on_round must take a run and the report of its round.", field="callbacks")
     callbacks = [callback if isinstance(callback, Callback) else Function(callback) for callback in given]
     for sentence in (sentence for callback in callbacks for sentence in misspelt(callback, Callback)):
-        warnings.warn(spelled(sentence), stacklevel=3)
+        warnings.warn(sentence, stacklevel=3)
     return callbacks

@@ -251,8 +251,20 @@ class Misspelt(Method):
         return 0.0
 
 
+@struct.dataclass
+class Forgetful(Method):
+    def aggregate(self, server, message, weights, context):
+        server._replace(variables=message.mean)
+
+
+def test_a_hook_without_return_is_said_to_return_none():
+    simulated = toy.simulation(method=Forgetful())
+    with pytest.raises(UserError, match=r"Forgetful\.aggregate must return the server's next state as .*, not None\."):
+        simulated.round.lower(*round_arguments(simulated))
+
+
 def test_a_misspelt_hook_is_reported_with_the_likely_name():
-    assert misspelt(Misspelt(), Method) == ["Misspelt.penality is not a hook: did you mean `penalty`?"]
+    assert misspelt(Misspelt(), Method) == ["Misspelt.penality is not a hook: did you mean penalty?"]
 
 
 @pytest.mark.parametrize("name", METHODS)
