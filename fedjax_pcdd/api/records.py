@@ -27,7 +27,6 @@ from fedjax_pcdd.training.hosts import agree
 from fedjax_pcdd.training.inputs import check_inputs, read_resolved, write_resolved
 from fedjax_pcdd.training.loop import Callback, Progress, Run
 from fedjax_pcdd.training.metrics import new_history
-from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
 from fedjax_pcdd.training.setup import NOTHING, Given, Setup
 from fedjax_pcdd.training.tracking import Tracking, names_of
@@ -135,14 +134,16 @@ def _the_same_everywhere(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return whole | versions | {"the content of a file of your own": files}
 
 
-def records_nothing(config: RunConfig, finished: RunConfig, folder: Path) -> list[str]:
-    """A sentence if a finished run is asked to track quantities that it has not tracked, when it was trained."""
-    if config.track is None or config.track == finished.track:
-        return []
-    tracked = {name for row in RunFolder(folder).rows(TRACK) for name in row}
-    asked = ["track"] * bool({*names_of(config.track)} - tracked)
-    end = "records rounds as they are trained, so nothing of a run that is finished: train it in another folder."
-    return [f"`{name}` {end}" for name in asked]
+def untracked(config: RunConfig, folder: RunFolder) -> list[str]:
+    """A sentence if a finished run is asked to track what it did not track when it was trained."""
+    with suppress(UserError):  # a damaged file says nothing
+        tracked = {name for row in folder.rows(TRACK) for name in row}
+        if config.track and (missing := [name for name in names_of(config.track) if name not in tracked]):
+            end = (
+                "records rounds as they are trained, so nothing of a run that is finished: train it in another folder."
+            )
+            return [f"`track={','.join(missing)}` {end}"]
+    return []
 
 
 class FolderRecord(Record):
@@ -230,12 +231,13 @@ class FolderRecord(Record):
         if start[1].stopped or start[1].round >= self.asked.config.rounds:
             with suppress(UserError):  # a damaged one is written anew
                 self._before = self.folder.summary() or {}
-            for sentence in records_nothing(self.asked.config, read_run(self.folder.path)[0], self.folder.path):
+            for sentence in untracked(self.asked.config, self.folder):
                 self.say(sentence)
         elif self.checkpoint.missing:
             names = ", ".join(self.checkpoint.missing)
             self.say(
-                f"{self.folder.path} was trained with {names}: to go on with it, resume in Python with callbacks=[...]."
+                f"{self.folder.path} was trained with {names}: to go on with it, resume in Python with the metrics and "
+                "callbacks that it had."
             )
         return start
 

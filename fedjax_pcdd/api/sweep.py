@@ -21,7 +21,7 @@ from rich.console import Console
 
 from fedjax_pcdd.api.grid import WHOLE, Experiment, stages, summarise
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.records import APART, Asked, Result, records_nothing
+from fedjax_pcdd.api.records import APART, Asked, Result, untracked
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
@@ -131,7 +131,7 @@ class Sweep:
             if (summary := RunFolder(folder).summary()) is not None:
                 if recorded is None:
                     raise UserError(f"{folder} has lost its {CONFIG}, its results may be of anything: remove it.")
-                for sentence in records_nothing(planned.config, recorded[0], folder):
+                for sentence in untracked(planned.config, RunFolder(folder)):
                     self._say_once(sentence)
                 self._check_data(name)
                 self.results[name] = summary

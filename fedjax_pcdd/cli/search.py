@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fedjax_pcdd.api.grid import SEARCH
 from fedjax_pcdd.cli.messages import flag, guarded, sentence
 from fedjax_pcdd.cli.options import scan
-from fedjax_pcdd.cli.sweep import CONSOLE, conclude, is_quiet, own_options, show_begun, status, train
+from fedjax_pcdd.cli.sweep import CONSOLE, conclude, is_quiet, of_what_has_begun, own_options, status, train
 from fedjax_pcdd.report.tables import terminal
 from fedjax_pcdd.training.fields import Option
 
@@ -47,11 +47,7 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     settings, results = own_options(options, OPTIONS), {}
     quiet = is_quiet(options)
-    if (
-        settings["sweep_dir"]
-        and not options.keys() - {"quiet"}
-        and show_begun(settings["sweep_dir"], settings["status"])
-    ):
+    if of_what_has_begun(options, settings):
         return 0
     from fedjax_pcdd.api.search import ON_TEST, Search
 

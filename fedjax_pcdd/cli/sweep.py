@@ -106,11 +106,7 @@ def _main(argv: Sequence[str]) -> int:
     if slurm and settings["launcher"] == "processes":
         raise UserError(f"{slurm[0]} is for jobs of Slurm: add --launcher=slurm, or leave it out.")
     words = [f"{flag(name)}={text}" for name, text in options.items()]
-    if (
-        settings["sweep_dir"]
-        and not options.keys() - {"quiet"}
-        and show_begun(settings["sweep_dir"], settings["status"])
-    ):
+    if of_what_has_begun(options, settings):
         return 0
 
     def before(stage_sweep: "Sweep", folder: Path) -> bool:
@@ -138,15 +134,18 @@ def is_quiet(options: Mapping[str, str]) -> bool:
     return bool(convert(RUN["quiet"], options.get("quiet", "false")))
 
 
-def show_begun(folder: Path, status_asked: bool) -> bool:
-    """Show the experiments of a folder that have begun, of a command that names nothing else; whether there are any.
+def of_what_has_begun(options: Mapping[str, str], settings: Mapping[str, Any]) -> bool:
+    """Whether a command names a folder alone and asks for the status of what has begun in it, which is then shown.
 
     Raises:
-      UserError: there are experiments, but their status is not asked for, or the other way round.
+      UserError: there are experiments, but their status is not asked for; or it is asked for, and there are none.
     """
+    folder = settings["sweep_dir"]
+    if folder is None or options.keys() - {"quiet"}:
+        return False
     from fedjax_pcdd.api import sweep
 
-    if not status_asked:
+    if not settings["status"]:
         if any(folder.glob(f"*/{sweep.CONFIG}")):
             raise UserError(
                 f"{folder} holds experiments, and not the command that made them: repeat that one, or ask for `status`."

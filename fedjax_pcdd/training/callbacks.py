@@ -106,6 +106,10 @@ class Metrics(Callback):
             raise UserError(f"names '{reserved[0]}', as accuracies of our own are: begin otherwise.", field="metrics")
         self.functions = functions
 
+    def state(self) -> list[str]:
+        """The names, so that a run that goes on without its metrics is told."""
+        return sorted(self.functions)
+
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Add the metrics to the newest row."""
         row = run.history.rows[-1]

@@ -463,9 +463,17 @@ def test_tracking_of_what_is_finished_is_said_to_record_nothing(swept, capsys, m
     capsys.readouterr()
     where = [f"--sweep-dir={swept}", "--method=fedavg", *SMALL] if main is sweep_main else [f"--resume={swept}/fedavg"]
     assert main([*where, "--track=classes"]) in (0, None)
-    words = "warning: --track records rounds as they are trained, so nothing of a run that is finished"
+    words = "warning: --track=classes records rounds as they are trained, so nothing of a run that is finished"
     assert words in " ".join(("".join(capsys.readouterr())).split())
     assert not (swept / "fedavg/track.jsonl").exists()
+
+
+def test_tracking_that_a_finished_run_has_is_not_denied(swept, tmp_path, capsys):
+    shutil.copytree(swept, tmp_path / "sweep")  # config.yaml without it, as of a run that was continued with it
+    (tmp_path / "sweep/fedavg/track.jsonl").write_text('{"round": 1, "classes": {}}\n')
+    capsys.readouterr()
+    assert sweep_main([f"--sweep-dir={tmp_path / 'sweep'}", "--method=fedavg", *SMALL, "--track=classes"]) == 0
+    assert "--track" not in capsys.readouterr().out
 
 
 def test_a_quiet_sweep_writes_its_table_and_shows_nothing(swept, capsys):

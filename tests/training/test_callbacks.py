@@ -384,6 +384,20 @@ def test_a_callback_that_a_resumed_run_lacks_is_named_and_metrics_go_on(federati
     assert [row["seen"] for row in resumed.rows] == [1, 2, 3, 4]
 
 
+@pytest.mark.thorough
+def test_a_run_that_goes_on_without_its_metrics_is_told(federation, tmp_path):
+    def interrupt(run, report):
+        if run.round == 2:
+            raise KeyboardInterrupt
+
+    folder, metrics = tmp_path / "run", {"seen": lambda run: run.round}
+    with pytest.raises(KeyboardInterrupt):
+        fp.simulate(federation, run_dir=folder, callbacks=[interrupt], metrics=metrics, **SMALL)
+    with pytest.warns(UserWarning, match="was trained with Metrics: to go on with it, resume in Python with the metr"):
+        resumed = fp.resume(folder, federation=federation)
+    assert "seen" not in resumed.rows[-1]
+
+
 def test_a_function_named_almost_like_one_that_the_loop_calls_is_warned_of():
     class Misspelt(fp.Callback):
         def on_rounds(self, run, report):
