@@ -73,7 +73,7 @@ def run_together(
     say: Say = warn,
     finish: Callable[["Record", Run, Result], Any] = lambda _, __, result: result,
 ) -> list[Any]:
-    """Run, or resume, experiments that share a program (`sweep.program_key`).
+    """Run, or resume, experiments that share a program (`programs.program_key`).
 
     Interrupted experiments are trained together with those that stopped in the same round. If the device runs out of
     memory, training continues from the newest checkpoint (in memory: from the start) with half of the lanes, which

@@ -6,7 +6,6 @@ takes over those of processes that died, and ends with the results of all.
 """
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,43 +14,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from rich.console import Console
 
 from fedjax_pcdd.api.grid import WHOLE, Experiment, stages, summarise
 from fedjax_pcdd.api.history import History
+from fedjax_pcdd.api.programs import affordable, groups, portions, program_key
 from fedjax_pcdd.api.records import APART, Asked, Result, untracked
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
-from fedjax_pcdd.data.augment import draws_once
-from fedjax_pcdd.data.partition import has_clients
-from fedjax_pcdd.data.sources import name_of
-from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import Say, UserError, as_path, is_there, shortened, writing, yes_or_no
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.training.build import local_training
-from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
+from fedjax_pcdd.training.config import NOT_COMPUTED, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert, with_commas, write_text
 from fedjax_pcdd.training.folder import CLAIMS, CONFIG, LOCK, RunFolder, failure_file, failure_of
 from fedjax_pcdd.training.inputs import RESOLVED
 from fedjax_pcdd.training.lock import InUse, Lock, owner
-from fedjax_pcdd.training.named_arrays import bytes_of
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import CellBar, PartOfSweep, SweepBar
-from fedjax_pcdd.training.setup import Pair, Setup
-from fedjax_pcdd.training.tasks import has_participants
+from fedjax_pcdd.training.setup import Pair
 
-# Run options that may differ within a program, as a method's traced hyper-parameters may: numbers of the local
-# training, and which client owns which sample.
-FREE = {
-    *("seed", "lr", "momentum", "weight_decay", "grad_clip"),
-    *("partition", "beta", "classes_per_client", "min_samples", "retry", "doubled", *FOLDERS),
-}
-
-MOST = 16  # experiments in one program; more gain little
-COPIES = 6  # of a state: before and after a round, what its jobs wrote, the best one, and two for a checkpoint
 TOGETHER = Option("together", int, True, None, low=1)
 PAUSE = 1.0  # seconds between two looks at what other processes have done
 ELSEWHERE = "another folder for the sweep"  # advised if a folder cannot be written
@@ -316,62 +299,6 @@ def _data_key(config: RunConfig) -> Hashable:
     drawn = config.seed if config.train_samples or config.test_samples or config.task else None
     groups = config.clients if config.partition == "natural" else None
     return config.task, config.dataset, config.train_samples, config.test_samples, drawn, groups
-
-
-def program_key(config: RunConfig, method: Method) -> Hashable:
-    """A key that is equal for experiments that share a program; None for one that runs alone.
-
-    These run alone: participants with models of their own, tasks, client states in host memory, runs that are tracked
-    or profiled, runs that write to something of which a process has only one, and servers that train on public images,
-    since hundreds of Adam steps amplify a different order of summation beyond rounding.
-    """
-    runs_alone = (
-        config.client_state != "device"
-        or config.wandb
-        or config.mlflow
-        or config.loggers
-        or config.track
-        or config.profile
-        or method.traits().public
-    )
-    if runs_alone or has_participants(config, method):
-        return None
-    fixed = tuple(getattr(config, name) for name in RUN if name not in FREE)
-    drawn_once = draws_once(name_of(config.dataset, config.data_dir), config.augment)
-    depends_on_seed = config.train_samples or config.test_samples or drawn_once
-    data_seed = config.seed if depends_on_seed else None  # the data set or its augmentation depends on the seed
-    own_clients = config.partition if has_clients(config.partition) else None  # as many as the partition defines
-    # Of an optimiser that is kept, the state has other parts if gradients are clipped.
-    clips = config.optimizer_state == "kept" and local_training(config, method).clip is not None
-    return jax.tree.structure(method), fixed, own_clients, data_seed, clips, config.resume is not None
-
-
-def groups(pairs: Sequence[Pair]) -> list[list[int]]:
-    """Indices of the experiments that share a program, in groups ordered by their first member."""
-    members: dict[Hashable, list[int]] = {}
-    for number, pair in enumerate(pairs):
-        key = program_key(*pair)
-        members.setdefault(("alone", number) if key is None else key, []).append(number)
-    return list(members.values())
-
-
-def portions(group: Sequence[int], most: int) -> list[list[int]]:
-    """Split a group into parts of about equal size, none larger than `most`.
-
-    >>> portions(range(5), 3)
-    [[0, 1, 2], [3, 4]]
-    """
-    size = math.ceil(len(group) / math.ceil(len(group) / most))
-    return [list(group[i : i + size]) for i in range(0, len(group), size)]
-
-
-def affordable(config: RunConfig, method: Method) -> int:
-    """How many experiments like this one are worth training together and fit into half of the free memory."""
-    try:
-        state = Setup([(config, method)]).simulation.start()
-    except UserError:
-        return 1  # reported when it runs
-    return int(max(1, min(MOST, available_memory() / 2 / max(1, COPIES * bytes_of(state)))))
 
 
 class Results(dict[str, Any]):

@@ -113,7 +113,7 @@ def _main(argv: Sequence[str]) -> int:
         if settings["status"]:
             CONSOLE.print(terminal(status(stage_sweep.standings())))
         elif stage_sweep.left and not results and (settings["workers"] > 1 or settings["launcher"] != "processes"):
-            from fedjax_pcdd.api.sweep import MOST
+            from fedjax_pcdd.api.programs import MOST
             from fedjax_pcdd.training.folder import CLAIMS
 
             share = _most(settings) or min(MOST, math.ceil(len(stage_sweep.left) / settings["workers"]))

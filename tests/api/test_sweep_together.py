@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedjax_pcdd.api import records, runs, sweep
+from fedjax_pcdd.api import programs, records, runs, sweep
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.data.sources import load
@@ -236,7 +236,7 @@ def test_together_takes_a_positive_number(tmp_path, capsys):
 
 
 def number_of_groups(*points):
-    return len(sweep.groups([build(point) for point in points]))
+    return len(programs.groups([build(point) for point in points]))
 
 
 @pytest.mark.parametrize(
@@ -269,15 +269,17 @@ def test_some_options_prevent_sharing_across_seeds(options):
 
 def test_traced_hyperparameters_share_a_program_and_static_ones_do_not():
     points = [{"method": "fedgela", **hyper} for hyper in ({"ew": 1.0}, {"ew": 2.0}, {"phi": "exp", "ew": 1.0}, {})]
-    assert sweep.groups([build(point) for point in points]) == [[0, 1], [2], [3]]
+    assert programs.groups([build(point) for point in points]) == [[0, 1], [2], [3]]
 
 
-@pytest.mark.parametrize(("states", "most"), [(0, 1), (11.5, 1), (2 * sweep.COPIES * 5, 5), (math.inf, sweep.MOST)])
+@pytest.mark.parametrize(
+    ("states", "most"), [(0, 1), (11.5, 1), (2 * programs.COPIES * 5, 5), (math.inf, programs.MOST)]
+)
 def test_no_more_experiments_share_a_program_than_fit_into_memory(monkeypatch, states, most):
     config, method = build({**SMALL, "method": "fedavg"})
     state = Setup([(config, method)]).simulation.start()
-    monkeypatch.setattr(sweep, "available_memory", lambda: states * bytes_of(state))
-    assert sweep.affordable(config, method) == most
+    monkeypatch.setattr(programs, "available_memory", lambda: states * bytes_of(state))
+    assert programs.affordable(config, method) == most
 
 
 def test_disk_space_is_checked_for_all_kept_checkpoints_and_one_more_each(tmp_path, monkeypatch):
@@ -311,14 +313,14 @@ def test_partition_files_and_augmentation_drawn_once_prevent_sharing():
     method = FedAvg()
     by_file = [RunConfig(partition=name) for name in ("a.npz", "b.npz")]
     by_seed = [[RunConfig(dataset=name, seed=seed) for seed in (0, 1)] for name in ("isic2019", "digits")]
-    keys = [[sweep.program_key(config, method) for config in configs] for configs in (by_file, *by_seed)]
+    keys = [[programs.program_key(config, method) for config in configs] for configs in (by_file, *by_seed)]
     assert [first == second for first, second in keys] == [False, False, True]
 
 
 def test_clipped_and_unclipped_runs_share_a_program_unless_their_optimisers_are_kept():
     for kept, shares in (("fresh", True), ("kept", False)):
         configs = [RunConfig(grad_clip=clip, optimizer_state=kept) for clip in ("none", "method", 1.0, 2.0)]
-        none, default, one, two = (sweep.program_key(config, FedAvg()) for config in configs)
+        none, default, one, two = (programs.program_key(config, FedAvg()) for config in configs)
         assert (none == default, one == two, none == one) == (True, True, shares)
 
 
