@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import numpy as np
+
 from fedjax_pcdd import models
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.data.partition import asked_for
+from fedjax_pcdd.data.lists import Lists
+from fedjax_pcdd.data.partition import OWN, asked_for
 from fedjax_pcdd.methods import Traits
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.training.config import RunConfig, rounds_of
@@ -33,6 +36,19 @@ def too_few(config: RunConfig, federation: Federation) -> list[str]:
     count = len(federation.validation.flat)
     end = "hardly tells rounds apart: raise it."
     return [f"`validation={config.validation:g}` keeps {count} samples in all, which {end}"] * (count < PERCENT)
+
+
+def twice(config: RunConfig, federation: Federation) -> list[str]:
+    """A sentence if lists from outside have a sample twice, as those of a function that returns labels do."""
+    if config.partition in OWN or config.task is not None or config.doubled:
+        return []
+    lists = Lists.of(federation.partition.train)
+    owners = np.repeat(np.arange(len(lists)), lists.sizes)
+    order = np.lexsort((lists.flat, owners))
+    again = (np.diff(lists.flat[order]) == 0) & (np.diff(owners[order]) == 0)
+    first = int(owners[order][1:][again][0]) if again.any() else None
+    end = "which then counts as often: correct the lists, unless that is meant."
+    return [] if first is None else [f"`partition` gives client {first} a sample more than once, {end}"]
 
 
 def _too_late(config: RunConfig) -> list[str]:

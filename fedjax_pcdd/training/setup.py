@@ -27,7 +27,7 @@ from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
-from fedjax_pcdd.training.advice import about_neck, about_norms, too_few, unused
+from fedjax_pcdd.training.advice import about_neck, about_norms, too_few, twice, unused
 from fedjax_pcdd.training.build import (
     availability_of,
     build_model,
@@ -258,7 +258,7 @@ class Setup:
         model = first_simulation.program.model
         layers = about_neck(config.neck, model) + about_norms(config.bn, model, first_simulation.image_shape)
         sentences = unused(config, method.traits()) + layers + misspelt(method, Method)
-        sentences += too_few(config, self.federations[e])
+        sentences += too_few(config, self.federations[e]) + twice(config, self.federations[e])
         return sentences + self.simulation.advice[e] + self._calibration[e]
 
     def start(self) -> State:

@@ -1,5 +1,6 @@
 """Warnings of the command line about a run's settings before it trains."""
 
+import numpy as np
 import pytest
 
 from fedjax_pcdd.cli.messages import flag
@@ -66,6 +67,14 @@ def test_one_class_clients_are_reported_where_their_loss_has_no_gradient(tmp_pat
 def test_choosing_rounds_on_a_few_validation_samples_is_advised_against(tmp_path, capsys, share, said):
     text = advice_on(tmp_path, capsys, select_on="validation", validation=share)
     assert ("samples in all, which hardly tells rounds apart: raise it." in text) == said
+
+
+@pytest.mark.parametrize("more", [[], [3]])
+def test_a_sample_that_a_client_has_twice_is_reported(tmp_path, capsys, more):
+    np.savez(tmp_path / "lists.npz", train_0=[1, 3, *more], train_1=[2, 3, 4, 5])
+    text = advice_on(tmp_path, capsys, partition=tmp_path / "lists.npz", clients=2)
+    words = "--partition gives client 0 a sample more than once, which then counts as often: correct the lists"
+    assert (words in text) == bool(more)
 
 
 def test_dynamic_regularisation_of_strength_zero_is_reported(tmp_path, capsys):
