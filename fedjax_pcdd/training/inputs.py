@@ -117,13 +117,16 @@ def described(part: Any) -> str | None:
         return None if part is None else hashlib.sha256("".join(str(described(x)) for x in part).encode()).hexdigest()
     is_object = isinstance(part, nn.Module | nnx.Module)
     defined = type(part) if is_object else part
-    functions = [f for f in (defined, *getattr(defined, "__dict__", {}).values()) if inspect.isfunction(f)]
+    name, code = getattr(defined, "__name__", ""), getattr(inspect.unwrap(defined), "__code__", None)
     try:
-        if any(f.__code__.co_filename == "<string>" for f in functions):
-            raise OSError("many texts have this name, and Python 3.13 finds that of `python -c` under it")
         text = inspect.getsource(defined)
+        # Of a part made by `exec`, Python 3.13 finds that of `python -c`, or lines of its module's file.
+        if (inspect.isclass(defined) and f"class {name}" not in text) or (code and code.co_filename == "<string>"):
+            raise OSError("this is the text of something else")
     except (OSError, TypeError):  # typed in, or written in C
-        text = f"{defined}" + "".join(f"{f.__code__.co_code!r}{f.__code__.co_consts}" for f in functions)
+        parts = (defined, *getattr(defined, "__dict__", {}).values())
+        functions = [inspect.unwrap(f) for f in parts if inspect.isfunction(f)]
+        text = name + "".join(f"{f.__code__.co_code!r}{f.__code__.co_consts}" for f in functions)
     if isinstance(part, nn.Module):
         text += repr(part)
     if isinstance(part, nnx.Module):

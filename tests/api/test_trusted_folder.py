@@ -1,6 +1,7 @@
 """A run continues with what it began with, or says what differs; one process at a time; models that are finite."""
 
 import contextlib
+import importlib
 import io
 import json
 import shutil
@@ -214,6 +215,24 @@ def test_a_part_without_a_source_is_described_by_its_code():
     assert inputs.described(first) == inputs.described(same) != inputs.described(other)
     classes = [typed(f"class f:\n    def g(self): return {value}") for value in (1, 1, 2)]
     assert inputs.described(classes[0]) == inputs.described(classes[1]) != inputs.described(classes[2])
+    modules = [typed(f"import flax.linen as nn\nclass f(nn.Module):\n    def g(self): return {v}") for v in (1, 1, 2)]
+    assert inputs.described(modules[0]) == inputs.described(modules[1]) != inputs.described(modules[2])
+
+
+def test_a_method_is_described_alike_whatever_its_module_is_called(tmp_path, monkeypatch):
+    """A script imports its method's file by a name; a resume loads it by its path, under another name."""
+
+    def loaded(name, coefficient):
+        path = tmp_path / f"{name}.py"
+        path.write_text(
+            "from flax import struct\nfrom fedjax_pcdd import FedAvg\n@struct.dataclass\nclass Mine(FedAvg):\n"
+            f"    def penalty(self, params, context):\n        return {coefficient}\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        return importlib.import_module(name).Mine
+
+    first, same, other = loaded("mine_first", 0.5), loaded("mine_same", 0.5), loaded("mine_other", 0.25)
+    assert inputs.described(first) == inputs.described(same) != inputs.described(other)
 
 
 @pytest.mark.thorough
