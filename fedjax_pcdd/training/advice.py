@@ -7,7 +7,7 @@ import numpy as np
 from fedjax_pcdd import models
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
-from fedjax_pcdd.data.partition import OWN, asked_for
+from fedjax_pcdd.data.partition import asked_for
 from fedjax_pcdd.methods import Traits
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.training.config import RunConfig, rounds_of
@@ -38,11 +38,12 @@ def too_few(config: RunConfig, federation: Federation) -> list[str]:
     return [f"`validation={config.validation:g}` keeps {count} samples in all, which {end}"] * (count < PERCENT)
 
 
-def twice(config: RunConfig, federation: Federation) -> list[str]:
-    """A sentence if lists from outside have a sample twice, as those of a function that returns labels do."""
-    if config.partition in OWN or config.task is not None or config.doubled:
-        return []
+def twice(federation: Federation) -> list[str]:
+    """A sentence if a client has a sample twice, as in lists of labels, and others are not dealt as often."""
     lists = Lists.of(federation.partition.train)
+    dealt = np.bincount(lists.flat)
+    if len(np.unique(dealt[dealt > 0])) < 2:  # as without a sample twice, and by `doubled`
+        return []
     owners = np.repeat(np.arange(len(lists)), lists.sizes)
     order = np.lexsort((lists.flat, owners))
     again = (np.diff(lists.flat[order]) == 0) & (np.diff(owners[order]) == 0)

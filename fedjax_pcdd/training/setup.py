@@ -258,7 +258,7 @@ class Setup:
         model = first_simulation.program.model
         layers = about_neck(config.neck, model) + about_norms(config.bn, model, first_simulation.image_shape)
         sentences = unused(config, method.traits()) + layers + misspelt(method, Method)
-        sentences += too_few(config, self.federations[e]) + twice(config, self.federations[e])
+        sentences += too_few(config, self.federations[e]) + twice(self.federations[e])
         return sentences + self.simulation.advice[e] + self._calibration[e]
 
     def start(self) -> State:

@@ -328,6 +328,17 @@ def test_advice_of_a_method_is_given_as_a_warning():
         fp.simulate(federation, fp.FedGELA(denominator="present"), **small(rounds=1))
 
 
+@pytest.mark.thorough
+def test_a_sample_that_a_client_has_twice_by_mistake_is_warned_of(tmp_path):
+    digits = fp.load_dataset("digits")
+    meant = fp.partition(digits, "pcdd", clients=5, classes_per_client=4, doubled=True)
+    fp.simulate(meant, "fedavg", model="mlp", run_dir=tmp_path / "run", **small(rounds=1))
+    lists = [np.arange(20), np.append(np.arange(20, 40), 25)]
+    with pytest.warns(UserWarning, match="partition gives client 1 a sample more than once"):
+        mistaken = fp.Federation(digits, fp.Partition(lists, lists))
+        fp.simulate(mistaken, "fedavg", model="mlp", **small(rounds=1))
+
+
 MISTAKES = {
     "lr of -1": ({"lr": -1}, "lr must be above 0"),
     "unknown argument": ({"momentm": 1}, "did you mean 'momentum'"),
