@@ -6,7 +6,8 @@ returns the method's `Simulation` on that federation; `CLAIMS` lists them. A cla
 AssertionError.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,15 +70,25 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
         return programs[key]
 
     for claim in CLAIMS:
-        try:
-            claim(make)
-        except AssertionError as error:
-            if claim in ROUNDED and _holds_in_float64(claim, tested):
-                continue
-            raise AssertionError(f"{type(tested).__name__}: {claim.__name__.replace('_', ' ')}: {error}") from error
+        with _named(tested, claim):
+            try:
+                claim(make)
+            except AssertionError:
+                if claim not in ROUNDED or not _holds_in_float64(claim, tested):
+                    raise
     if as_fedavg is not None:
         reduced = simulation(_with(tested, as_fedavg))
-        reduces_to_fedavg(reduced, simulation(Method(), held=tested.traits().validation))
+        with _named(tested, reduces_to_fedavg):
+            reduces_to_fedavg(reduced, simulation(Method(), held=tested.traits().validation))
+
+
+@contextmanager
+def _named(method: Method, claim: Callable[..., None]) -> Iterator[None]:
+    """Errors of a claim begin with the method and the claim in words."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{type(method).__name__}: {claim.__name__.replace('_', ' ')}: {error}") from error
 
 
 def _with(method: type[Method] | Method, hyper: dict[str, Any]) -> Method:

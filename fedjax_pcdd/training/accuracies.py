@@ -133,7 +133,13 @@ class Accuracies(Callback):
         own = [name for name in options_of(type(run.method)) if name == "eta_g" or name.endswith("_lr")]
         rates = " or ".join(f"`{rate}`" for rate in ("lr", *own))
         where = f"in round {run.round} of {self.name}"
-        return UserError(f"{what} is not finite {where}: choose a smaller {rates} or set `grad_clip`{self.kept()}.")
+        own_term = (
+            ""
+            if type(run.method).__module__.startswith("fedjax_pcdd.")
+            else (f", or look for a division by zero or a logarithm of zero in {type(run.method).__name__}")
+        )
+        advice = f"choose a smaller {rates} or set `grad_clip`{own_term}"
+        return UserError(f"{what} is not finite {where}: {advice}{self.kept()}.")
 
     def _measured(self, run: Run) -> list[Protocol]:
         """The protocols that are measured; with very many clients, models as received only if these are asked for."""

@@ -159,7 +159,8 @@ def takes(function: Callable, arguments: int) -> bool:
 def as_callbacks(given: Iterable[Any]) -> list[Callback]:
     """The user's callbacks, with functions wrapped as `Function`; UserError for anything else.
 
-    A warning names functions of theirs that the loop does not call, but whose names are almost those of some it does.
+    A warning names functions of theirs that the loop does not call, but whose names are almost those of some it does,
+    and classes that forget what their checkpoints keep.
     """
     if not isinstance(given, list | tuple):
         raise UserError(f"takes a list of callbacks, not {given!r}.", field="callbacks")
@@ -174,6 +175,15 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
             name = type(callback).__name__
             raise UserError(f"{name}.on_round must take a run and the report of its round.", field="callbacks")
     callbacks = [callback if isinstance(callback, Callback) else Function(callback) for callback in given]
-    for sentence in (sentence for callback in callbacks for sentence in misspelt(callback, Callback)):
-        warnings.warn(sentence, stacklevel=3)
+    for callback in callbacks:
+        for sentence in misspelt(callback, Callback) + _forgets(callback):
+            warnings.warn(sentence, stacklevel=3)
     return callbacks
+
+
+def _forgets(callback: Callback) -> list[str]:
+    """A sentence if checkpoints keep the callback's state, but a resumed run does not give it back."""
+    name, cls = type(callback).__name__, type(callback)
+    if cls.state is Callback.state or cls.restore is not Callback.restore:
+        return []
+    return [f"{name} has a state, but no restore(state) that takes it back when a run is resumed: define one."]

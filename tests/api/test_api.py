@@ -334,9 +334,17 @@ def test_a_sample_that_a_client_has_twice_by_mistake_is_warned_of(tmp_path):
     meant = fp.partition(digits, "pcdd", clients=5, classes_per_client=4, doubled=True)
     fp.simulate(meant, "fedavg", model="mlp", run_dir=tmp_path / "run", **small(rounds=1))
     lists = [np.arange(20), np.append(np.arange(20, 40), 25)]
+    mistaken = fp.Federation(digits, fp.Partition(lists, lists))
     with pytest.warns(UserWarning, match="partition gives client 1 a sample more than once"):
-        mistaken = fp.Federation(digits, fp.Partition(lists, lists))
         fp.simulate(mistaken, "fedavg", model="mlp", **small(rounds=1))
+
+
+@struct.dataclass
+class Dividing(fp.Method):
+    """Its penalty is not a number."""
+
+    def penalty(self, variables, outputs, batch, context):
+        return 0.0 * jnp.log(0.0 * jnp.sum(outputs.logits))
 
 
 MISTAKES = {
@@ -358,6 +366,7 @@ MISTAKES = {
         "not finite in round 2 .* smaller lr or server_lr or",
     ),
     "method's own rate": ({"method": fp.Scaffold(eta_g=1e38), "rounds": 2}, "choose a smaller lr or eta_g or"),
+    "a term of one's own": ({"method": Dividing()}, "or look for a division by zero or .* of zero in Dividing.$"),
     "server's rate, at the end": (
         {"method": fp.FedAvgM(server_lr=3e38), "lr": 1.0, "rounds": 1},
         "the server.s .* is not finite in round 1",

@@ -1,6 +1,7 @@
 """Callbacks: what they see, how they end a run, and that their state is part of a checkpoint."""
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -405,3 +406,22 @@ def test_a_function_named_almost_like_one_that_the_loop_calls_is_warned_of():
 
     with pytest.warns(UserWarning, match=r"Misspelt\.on_rounds is not a hook: did you mean on_round\?"):
         as_callbacks([Misspelt()])
+
+
+@pytest.mark.parametrize("takes_back", [True, False])
+def test_a_state_that_no_resumed_run_gets_back_is_warned_of(takes_back):
+    class Counter(fp.Callback):
+        def state(self):
+            return 1
+
+    class Complete(Counter):
+        def restore(self, state):
+            """Nothing is left to do."""
+
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        as_callbacks([Complete() if takes_back else Counter()])
+    sentences = (
+        [] if takes_back else ["Counter has a state, but no restore(state) that takes it back when a run is resumed"]
+    )
+    assert [str(warning.message).split(":")[0] for warning in given] == sentences
