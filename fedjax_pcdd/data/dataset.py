@@ -114,7 +114,7 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
 
     Images of integers in [0, 255] are kept as uint8, which is scaled to [0, 1] for the model. All other numbers, and
     images that contain only 0 and 1, are kept as float32 and reach the model as they are, except for the normalisation
-    that is customary for the data set's name. Integers outside [0, 255] cause a warning.
+    that is customary for the data set's name. Images of integers outside [0, 255] cause a warning.
 
     Args:
       x: images [n, H, W] or [n, H, W, channels], or feature vectors [n, D], which become images [n, 1, D, 1]; images
