@@ -17,10 +17,11 @@ from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, l
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, is_there, nearest, shortened
+from fedjax_pcdd.methods.checks import takes
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.registry import origin_of
 from fedjax_pcdd.training.build import share_kept
-from fedjax_pcdd.training.callbacks import Metrics, as_callbacks, takes
+from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
 from fedjax_pcdd.training.config import RUN, RunConfig, as_read
 from fedjax_pcdd.training.fields import options_of, read_value
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
@@ -113,7 +114,7 @@ def simulate(
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
     _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume, run_dir=run_dir)
-    method_object = methods.get(method)() if isinstance(method, str) else as_read(method)
+    method_object = as_read(methods.get(method)() if isinstance(method, str) else method)
     config = _config(federation, named_options | {"method": _name(method)} | dict(_known(options, method_object)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
     all_callbacks = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)]

@@ -25,6 +25,10 @@ from fedjax_pcdd.errors import UserError, in_one_line
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MEMORY = ("RESOURCE_EXHAUSTED", "out of memory")
 PATIENCE = 7 * 24 * 3600  # seconds
+UNTRACED = (
+    "A number on which Python branches or counts must be static: declare it by fp.hyperparameter(..., static=True). "
+    "Branch on arrays by jnp.where."
+)
 TYPES = {"float32": jnp.float32, "tf32": jnp.float32, "bfloat16": jnp.bfloat16}  # of images and activations
 
 
@@ -36,6 +40,7 @@ class OutOfMemory(UserError):
 def in_sentences(doing: str) -> Iterator[None]:
     """Raise device errors as a `UserError`, or as `OutOfMemory` where that is the reason.
 
+    To errors of JAX about code that cannot be traced it adds what usually helps.
     With several processes other errors pass unchanged, as they may be about another process.
 
     Args:
@@ -56,6 +61,9 @@ def in_sentences(doing: str) -> Iterator[None]:
             f"{device} failed when {doing} ({reason}): continue with `resume`, or try `tune=off`, another `precision` "
             "or `device=cpu` in a new run."
         ) from error
+    except jax.errors.JAXTypeError as error:
+        error.add_note(UNTRACED)
+        raise
 
 
 def is_out_of_memory(error: Exception) -> bool:

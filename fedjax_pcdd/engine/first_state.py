@@ -31,9 +31,8 @@ def _check_server(method: Method, server: Tree) -> None:
     """UserError if a leaf is no array, or what a default hook or the metrics read of the server's state is missing."""
     numbers(method, "init_server", server)
     recorded, name = method.traits().recorded, type(method).__name__
-    for field in (recorded,) if isinstance(recorded, str) else recorded:
-        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(getattr(server, field, ()))]
-        if isinstance(recorded, str) or shapes != [()]:
+    for field in recorded:
+        if [np.shape(leaf) for leaf in jax.tree.leaves(getattr(server, field, ()))] != [()]:
             raise UserError(
                 f"{name}.traits says that '{field}' is recorded: give a tuple of scalar fields of init_server's state."
             )

@@ -1,7 +1,11 @@
 """Checks of what hooks return, made when they are traced: one sentence names the method and hook of a mistake."""
 
-from collections.abc import Mapping
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any
 
 import chex
@@ -115,6 +119,56 @@ def of_model(method: Any, hook: str, variables: Any) -> Any:
         return variables
     actual = "a dictionary without them" if isinstance(variables, Mapping) else type(variables).__name__
     raise UserError(f"{_name(method)}.{hook} must return variables of a model, with params, not {actual}.")
+
+
+def takes(function: Callable, arguments: int, *names: str) -> bool:
+    """Whether a function can be called with so many arguments and those names, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(*[None] * arguments, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    except ValueError:  # a function in C without a signature
+        return True
+    return True
+
+
+def check_declared(method: Any, contract: type, traits: type) -> None:
+    """Raise UserError for what cannot work, before it is traced.
+
+    A hook does not take what that of the contract does, a text is no static field, or a trait is of another type.
+    """
+    for name, hook in vars(contract).items():
+        own = inspect.getattr_static(type(method), name)
+        is_hook = inspect.isfunction(hook) and hook.__module__ == contract.__module__ and not name.startswith("_")
+        if not is_hook or own is hook:
+            continue
+        parameters = [p.replace(annotation=p.empty) for p in inspect.signature(hook).parameters.values()]
+        by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        if not callable(own) or not takes(own, len(parameters) - len(by_name), *by_name):
+            raise UserError(f"{_name(method)}.{name} must be a function: def {name}{inspect.Signature(parameters)}.")
+    for field in dataclasses.fields(method):
+        if isinstance(getattr(method, field.name), str) and field.metadata.get("pytree_node", True):
+            sentence = "is a text, which cannot be traced: declare it by fp.hyperparameter(..., static=True)."
+            raise UserError(f"{_name(method)}.{field.name} {sentence}")
+    value = of_kind(method, "traits", method.traits(), traits)
+    for name, kind in typing.get_type_hints(traits).items():
+        if not _fits(trait := getattr(value, name), kind):
+            expected = inspect.formatannotation(kind)
+            raise UserError(f"{_name(method)}.traits gives {name}={trait!r}, which must be {expected}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value has the type of an annotation."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return isinstance(value, str) and value in inner
+    if origin is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, inner[0]) for item in value)
+    if inner:  # a union
+        return any(_fits(value, member) for member in inner)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 def misspelt(method: Any, contract: type) -> list[str]:

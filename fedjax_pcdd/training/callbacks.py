@@ -1,6 +1,5 @@
 """Small callbacks: early stopping, profiling, and the user's own functions."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 
 from fedjax_pcdd.errors import UserError, shortened
-from fedjax_pcdd.methods.checks import misspelt
+from fedjax_pcdd.methods.checks import misspelt, takes
 from fedjax_pcdd.registry import called
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import DIGITS
@@ -143,17 +142,6 @@ class Function(Callback):
     def on_round(self, run: Run, report: RoundReport) -> Any:
         """Call the function."""
         return self.function(run, report)
-
-
-def takes(function: Callable, arguments: int) -> bool:
-    """Whether a function can be called with this many arguments, as far as its signature tells."""
-    try:
-        inspect.signature(function).bind(*[None] * arguments)
-    except TypeError:
-        return False
-    except ValueError:  # a function in C without a signature
-        return True
-    return True
 
 
 def as_callbacks(given: Iterable[Any]) -> list[Callback]:

@@ -311,20 +311,29 @@ def check_names(method: type["Method"]) -> None:
             raise UserError(f"{method.__name__} has a hyper-parameter and a function {name}: rename one of them.")
 
 
+def _check_declared(method: "Method") -> None:
+    from fedjax_pcdd.methods.checks import check_declared  # JAX is not needed for the help of a run
+    from fedjax_pcdd.methods.method import Method, Traits
+
+    check_declared(method, Method, Traits)
+
+
 def as_read(method: "Method") -> "Method":
     """The method, with its hyper-parameters read as the command line reads them.
 
     Fields of types that options do not have, such as arrays, may hold anything.
 
     Raises:
-      UserError: a value that does not fit, or a hyper-parameter with the name of a run option.
+      UserError: a value that does not fit, or a class that cannot be traced or called as it is written.
     """
     check_names(type(method))
     entries = {name: (option, getattr(method, name)) for name, option in options_of(type(method)).items()}
     parsed = {name: read_value(*entry) for name, entry in entries.items() if is_plain(entry[0].kind)}
     for name in entries.keys() - parsed.keys():
         check(*entries[name])
-    return dataclasses.replace(method, **parsed)
+    method = dataclasses.replace(method, **parsed)
+    _check_declared(method)
+    return method
 
 
 def values(config: RunConfig, method: "Method") -> dict[str, Any]:
@@ -349,6 +358,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
     method = cls(**{name: value for name, value in given.items() if name not in RUN})
     for option in options_of(cls).values():
         check(option, getattr(method, option.name))
+    _check_declared(method)
     return config, method
 
 

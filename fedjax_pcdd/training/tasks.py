@@ -24,7 +24,6 @@ from fedjax_pcdd.engine.pretraining import pretrained
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.methods.checks import of_kind
 from fedjax_pcdd.methods.method import Traits
 from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.models import with_uniform_kernels
@@ -45,7 +44,7 @@ SMALL_ARCHITECTURES = ("mlp", "simple_cnn", "mcmahan_cnn", "fedrl_cnn")
 
 def has_participants(config: RunConfig, method: Method) -> bool:
     """Whether clients have models of their own or are the domains of a task, so that each trains in every round."""
-    traits = of_kind(method, "traits", method.traits(), Traits)
+    traits = method.traits()
     keeps_models = traits.exchange != "never" or traits.averages != "never" or config.models or config.pretrain_epochs
     return config.task is not None or bool(keeps_models)
 

@@ -1,7 +1,10 @@
 """A mistake in a user's own method is reported in one sentence that names the method, when it is traced."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy
 from flax import struct
@@ -9,8 +12,8 @@ from flax import struct
 import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.checks import misspelt
-from fedjax_pcdd.methods.method import Message, Method
+from fedjax_pcdd.methods.checks import check_declared, misspelt
+from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
 
 
 @struct.dataclass
@@ -173,7 +176,7 @@ class Recording(Method):
         return super().traits()._replace(recorded=self.recorded)
 
 
-@pytest.mark.parametrize("recorded", [("drift",), ("variables",), "drift"])
+@pytest.mark.parametrize("recorded", [("drift",), ("variables",)])
 def test_what_is_recorded_must_be_a_scalar_of_the_server(recorded):
     with pytest.raises(UserError, match=r"'(drift|variables)' is recorded: give a tuple of scalar fields"):
         toy.simulation(method=Recording(recorded)).start()
@@ -265,6 +268,76 @@ def test_a_hook_without_return_is_said_to_return_none():
 
 def test_a_misspelt_hook_is_reported_with_the_likely_name():
     assert misspelt(Misspelt(), Method) == ["Misspelt.penality is not a hook: did you mean penalty?"]
+
+
+def of_class(**attributes):
+    """A method with these functions and fields."""
+    kinds = {name: type(value.default) for name, value in attributes.items() if isinstance(value, dataclasses.Field)}
+    return struct.dataclass(type("Mine", (Method,), attributes | {"__annotations__": kinds}))()
+
+
+WRONGLY_DECLARED = {
+    "too few arguments": (
+        {"penalty": lambda self, variables, outputs, batch: 0.0},
+        r"Mine.penalty must be a function: def penalty(self, variables, outputs, batch, context).",
+    ),
+    "no scope": (
+        {"logits": lambda self, model, variables, images, server, client, facts: images},
+        "Mine.logits must be a function: def logits(self, model, variables, images, server, client=(), facts=None, *, "
+        "scope='generic').",
+    ),
+    "a property": ({"traits": property(lambda self: Traits())}, "Mine.traits must be a function: def traits(self)."),
+    "a number": ({"aggregate": 3}, "Mine.aggregate must be a function: def aggregate(self, server, message, weights"),
+    "no traits": ({"traits": lambda self: None}, "Mine.traits must return a Traits, not NoneType."),
+    "a flag for a pass": ({"traits": lambda self: Traits(summary=True)}, "Mine.traits gives summary=True, which must"),
+    "an unknown model": (
+        {"traits": lambda self: Traits(personal_model="servr")},
+        "Mine.traits gives personal_model='servr', which must be Literal['local', 'server'].",
+    ),
+    "a name for names": (
+        {"traits": lambda self: Traits(recorded="drift")},
+        "Mine.traits gives recorded='drift', which must be tuple[str, ...].",
+    ),
+    "a number for a name": ({"traits": lambda self: Traits(apart=(1,))}, "Mine.traits gives apart=(1,), which must be"),
+    "a flag for a number": ({"traits": lambda self: Traits(more_epochs=True)}, "which must be int."),
+    "a traced text": ({"kind": hyperparameter("a", help="kind")}, "Mine.kind is a text, which cannot be traced"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONGLY_DECLARED)
+def test_a_class_that_cannot_work_is_refused_before_anything_is_traced(mistake):
+    attributes, sentence = WRONGLY_DECLARED[mistake]
+    with pytest.raises(UserError) as raised:
+        check_declared(of_class(**attributes), Method, Traits)
+    assert sentence in str(raised.value)
+
+
+def test_a_class_is_declared_correctly_with_more_arguments_static_texts_and_numbers_of_numpy():
+    attributes = {
+        "penalty": lambda self, *arguments: 0.0,
+        "kind": hyperparameter("a", help="kind", static=True),
+        "traits": lambda self: Traits(epochs=np.int64(3), clip=1, resumed=("head",)),
+    }
+    check_declared(of_class(**attributes), Method, Traits)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_registered_method_is_declared_correctly(name):
+    check_declared(METHODS[name](), Method, Traits)
+
+
+def test_a_branch_on_a_traced_hyperparameter_gets_advice_beside_the_error_of_jax():
+    @struct.dataclass
+    class Branching(Method):
+        on: bool = hyperparameter(True, help="flag")
+
+        def regulariser(self, params, context):
+            return 1.0 if self.on else 0.0
+
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=3)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        fp.simulate(federation, Branching(), model="mlp", rounds=1, lanes=1)
+    assert any("declare it by fp.hyperparameter(..., static=True)" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.parametrize("name", METHODS)
