@@ -290,9 +290,14 @@ def adapted(
 
 
 def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
-    """Raise a UserError for variables that cannot be averaged, and norms whose statistics would include padding."""
+    """Raise a UserError for variables that cannot be averaged, and norms whose statistics would include padding.
+
+    Also for a module that in evaluation changes its variables or draws, as norms and dropout that ignore `train` do.
+    """
     arguments = spelled(type(module).__call__, False, None)
     variables: Any = jax.eval_shape(lambda: module.init(jax.random.key(0), image, **arguments))
+    with from_outside(f"model {name} fails with train=False, where it must neither draw nor change its variables"):
+        jax.eval_shape(lambda v: module.apply(v, image, **arguments), variables)
     leaves: Any = flatten_dict(dict(variables))
     if others := ["/".join(map(str, path)) for path, x in leaves.items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
         kind = "as a number with a fraction, which it becomes by averaging; a NumPy array in the module's code stays"

@@ -89,6 +89,9 @@ def test_a_callback_whose_state_is_not_json_is_named_in_the_error(federation, tm
         def state(self):
             return np.zeros(2)
 
+        def restore(self, state):
+            """Nothing is restored here."""
+
     with pytest.raises(fp.UserError, match=r"the state of .*Counter.* is not JSON"):
         fp.simulate(federation, fp.FedAvg(), rounds=1, run_dir=tmp_path / "run", callbacks=[Counter()], **SMALL)
 

@@ -395,6 +395,18 @@ class Broken(nn.Module):
         return x @ jnp.ones((3, 3))
 
 
+class AlwaysNormed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.BatchNorm(use_running_average=False)(x.reshape(len(x), -1))
+
+
+class AlwaysDropping(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dropout(0.5, deterministic=False)(x.reshape(len(x), -1))
+
+
 @pytest.mark.parametrize(
     ("module", "sentence"),
     [
@@ -406,6 +418,8 @@ class Broken(nn.Module):
         (Broken, "model Broken fails on images of 8x8x1: TypeError"),
         (lambda: 1 / 0, "model <lambda> cannot be made: ZeroDivisionError: division by zero."),
         (nn.Dense, "model Dense needs 'features'"),
+        (AlwaysNormed, "must neither draw nor change its variables: ModifyScopeVariableError: .*mean"),
+        (AlwaysDropping, "model AlwaysDropping fails with train=False, .* nor change its variables: InvalidRngError"),
     ],
 )
 def test_anything_but_a_model_is_refused_in_one_sentence(module, sentence):
