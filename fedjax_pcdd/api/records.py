@@ -146,6 +146,13 @@ def untracked(config: RunConfig, folder: RunFolder) -> list[str]:
     return []
 
 
+def unmeasured(callbacks: Sequence[Callback], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence if metrics are asked of a finished run whose rounds do not have them."""
+    asked = [name for callback in callbacks if isinstance(callback, Metrics) for name in callback.functions]
+    missing = [name for name in asked if not any(name in row for row in rows)]
+    return [f"the run is finished without '{name}': metrics are measured as it is trained." for name in missing[:1]]
+
+
 class FolderRecord(Record):
     """The record of an experiment in a folder: the folder, and the callbacks that fill it."""
 
@@ -231,7 +238,8 @@ class FolderRecord(Record):
         if start[1].stopped or start[1].round >= self.asked.config.rounds:
             with suppress(UserError):  # a damaged one is written anew
                 self._before = self.folder.summary() or {}
-            for sentence in untracked(self.asked.config, self.folder):
+            lacking = unmeasured(self.asked.callbacks, start[1].history.rows)
+            for sentence in untracked(self.asked.config, self.folder) + lacking:
                 self.say(sentence)
         elif self.checkpoint.missing:
             names = ", ".join(self.checkpoint.missing)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from fedjax_pcdd import methods
 from fedjax_pcdd.api.data import options_that_draw, options_that_load, partition
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.records import Asked
-from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded
+from fedjax_pcdd.api.records import Asked, unmeasured
+from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded, warn
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, is_there, nearest, shortened
@@ -173,6 +173,8 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     check_same((continued.config, continued.method), (config, method), folder)
     if is_there(folder / SUMMARY):
         history = load_run(folder, **objects)
+        for sentence in unmeasured(asked.callbacks, history.rows):
+            warn(sentence)
         return replace(history, label=label) if label else history
     return finished(continued._replace(callbacks=asked.callbacks, last=asked.last), label)
 

@@ -397,6 +397,11 @@ def test_a_run_that_goes_on_without_its_metrics_is_told(federation, tmp_path):
     with pytest.warns(UserWarning, match="was trained with Metrics: to go on with it, resume in Python with the metr"):
         resumed = fp.resume(folder, federation=federation)
     assert "seen" not in resumed.rows[-1]
+    more = {"seen": lambda run: run.round, "other": lambda run: run.round}
+    with pytest.warns(UserWarning, match="the run is finished without 'other': metrics are measured as it is trained"):
+        fp.simulate(federation, run_dir=folder, resume=True, metrics=more, **SMALL)
+    with pytest.warns(UserWarning, match="the run is finished without 'other'"):
+        fp.resume(folder, federation=federation, metrics=more)
 
 
 def test_a_function_named_almost_like_one_that_the_loop_calls_is_warned_of():
