@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from statistics import median
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.api.programs import groups, portions
@@ -59,10 +59,10 @@ def unfinished(cells: Sequence[Cell], folders: Folders) -> list[Cell]:
 
 
 def typical_seconds(cell: Cell, known: Sequence[dict[str, Any]]) -> float | None:
-    """Median time of the finished cells of the same table and method, else of the same table, else None."""
+    """Median time (of two, the lower) of finished cells of the same table and method, else of the table, else None."""
     of_table = [r for r in known if r["scale"] == cell.scale and r["table"] == cell.table and "seconds" in r]
     closest = [r for r in of_table if r["method"] == cell.method] or of_table
-    return median(r["seconds"] for r in closest) if closest else None
+    return median_low(r["seconds"] for r in closest) if closest else None
 
 
 @compiled_once()

@@ -347,7 +347,7 @@ def test_the_typical_time_is_that_of_the_same_method_if_it_has_results(folders):
         for method, seconds in (("fedavg", 10.0), ("fedavg", 20.0), ("fedprox", 90.0))
     ]
     assert typical_seconds(cell, earlier_results) == 90.0
-    assert typical_seconds(cell, earlier_results[:2]) == 15.0
+    assert typical_seconds(cell, earlier_results[:2]) == 10.0
 
 
 # Command line
