@@ -138,13 +138,13 @@ def check_declared(method: Any, contract: type, traits: type) -> None:
     A hook does not take what that of the contract does, a text is no static field, or a trait is of another type.
     """
     for name, hook in vars(contract).items():
-        own = inspect.getattr_static(type(method), name)
         is_hook = inspect.isfunction(hook) and hook.__module__ == contract.__module__ and not name.startswith("_")
-        if not is_hook or own is hook:
+        if not is_hook or getattr(type(method), name) is hook:
             continue
+        own = getattr(method, name)
         parameters = [p.replace(annotation=p.empty) for p in inspect.signature(hook).parameters.values()]
         by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        if not callable(own) or not takes(own, len(parameters) - len(by_name), *by_name):
+        if not callable(own) or not takes(own, len(parameters) - 1 - len(by_name), *by_name):
             raise UserError(f"{_name(method)}.{name} must be a function: def {name}{inspect.Signature(parameters)}.")
     for field in dataclasses.fields(method):
         if isinstance(getattr(method, field.name), str) and field.metadata.get("pytree_node", True):

@@ -1,6 +1,7 @@
 """A mistake in a user's own method is reported in one sentence that names the method, when it is traced."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -315,6 +316,8 @@ def test_a_class_that_cannot_work_is_refused_before_anything_is_traced(mistake):
 def test_a_class_is_declared_correctly_with_more_arguments_static_texts_and_numbers_of_numpy():
     attributes = {
         "penalty": lambda self, *arguments: 0.0,
+        "regulariser": staticmethod(lambda params, context: 0.0),
+        "aggregate": functools.partialmethod(lambda self, rate, server, message, weights, context: server, 0.1),
         "kind": hyperparameter("a", help="kind", static=True),
         "traits": lambda self: Traits(epochs=np.int64(3), clip=1, resumed=("head",)),
     }
