@@ -48,7 +48,7 @@ from fedjax_pcdd.engine.program import (
 from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
 from fedjax_pcdd.engine.streaming import Chunk, Streamed
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.checks import of_kind
+from fedjax_pcdd.methods.checks import check_fields, of_kind
 from fedjax_pcdd.methods.method import Local, Method, Setting
 from fedjax_pcdd.methods.own_layers import with_own_layers
 from fedjax_pcdd.models import normalisation_params, normalises, uses_batch_norm
@@ -240,6 +240,8 @@ class Simulation(Planner):
             of_kind(e.method, "configure", e.method.configure(self.program.setting, traced), Method, object)
             for e, traced in zip(self.experiments, local, strict=True)
         ]
+        for method, _ in configured:
+            check_fields(method)
         self.advice = [advice for _, advice in configured]  # of each experiment
         if self.execution.stream is not None:
             jobs, program, memory = len(self.experiments) * self.cohort_size, self.program, self.execution.stream

@@ -4,15 +4,18 @@ Options are recorded as they are, so that a message can name the one that differ
 own files as digests.
 """
 
+import functools
 import hashlib
 import inspect
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import flax.linen as nn
@@ -116,22 +119,39 @@ def described(part: Any) -> str | None:
     if part is None or isinstance(part, list | tuple):
         return None if part is None else hashlib.sha256("".join(str(described(x)) for x in part).encode()).hexdigest()
     is_object = isinstance(part, nn.Module | nnx.Module)
-    defined = type(part) if is_object else part
-    name, code = getattr(defined, "__name__", ""), getattr(inspect.unwrap(defined), "__code__", None)
-    try:
-        text = inspect.getsource(defined)
-        # Of a part made by `exec`, Python 3.13 finds that of `python -c`, or lines of its module's file.
-        if (inspect.isclass(defined) and f"class {name}" not in text) or (code and code.co_filename == "<string>"):
-            raise OSError("this is the text of something else")
-    except (OSError, TypeError):  # typed in, or written in C
-        parts = (defined, *getattr(defined, "__dict__", {}).values())
-        functions = [inspect.unwrap(f) for f in parts if inspect.isfunction(f)]
-        text = name + "".join(f"{f.__code__.co_code!r}{f.__code__.co_consts}" for f in functions)
+    text = _text(type(part) if is_object else part)
     if isinstance(part, nn.Module):
         text += repr(part)
     if isinstance(part, nnx.Module):
         text += digest(np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(part, nnx.Param)))
     return hashlib.sha256(_ADDRESS.sub("", text).encode()).hexdigest()[:32]
+
+
+def _text(part: Any) -> str:
+    """The source of a class or function, or its code if it has no source; of another object also what it holds."""
+    if isinstance(part, functools.partial):
+        return f"{_text(part.func)}{part.args}{part.keywords}"
+    code = getattr(inspect.unwrap(part), "__code__", None)
+    with suppress(OSError, TypeError):  # typed in, or written in C
+        text = inspect.getsource(part)
+        # Of a part made by `exec`, Python 3.13 finds that of `python -c`, or lines of its module's file.
+        of_another = inspect.isclass(part) and f"class {part.__name__}" not in text
+        if not (of_another or (code and code.co_filename == "<string>")):
+            return text
+    if code:
+        return _of_code(code)
+    if not inspect.isclass(part):
+        return f"{_text(type(part))}{part!r}"
+    inner = [inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value))) for value in vars(part).values()]
+    return part.__name__ + "".join(_of_code(value.__code__) for value in inner if inspect.isfunction(value))
+
+
+def _of_code(code: CodeType) -> str:
+    """What a function does, wherever its lines stand."""
+    constants = [_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    sets = [sorted(map(repr, c)) for c in code.co_consts if isinstance(c, frozenset)]
+    plain = [text for text in constants if not text.startswith("frozenset")]
+    return f"{code.co_code!r}{code.co_names}{plain}{sets}"
 
 
 def _draws(availability: Availability | None, seed: int) -> str | None:

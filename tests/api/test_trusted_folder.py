@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,6 +218,45 @@ def test_a_part_without_a_source_is_described_by_its_code():
     assert inputs.described(classes[0]) == inputs.described(classes[1]) != inputs.described(classes[2])
     modules = [typed(f"import flax.linen as nn\nclass f(nn.Module):\n    def g(self): return {v}") for v in (1, 1, 2)]
     assert inputs.described(modules[0]) == inputs.described(modules[1]) != inputs.described(modules[2])
+
+
+class Factory:
+    def __init__(self, width):
+        self.width = width
+
+    def __repr__(self):
+        return f"Factory({self.width})"
+
+    def __call__(self):
+        return nn.Dense(self.width)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda width: partial(nn.Dense, features=width),
+        lambda width: partial(nn.Dense, width),
+        lambda width: partial(nn.Dense if width == 8 else nn.Conv, features=8),
+        Factory,
+        lambda width: partial(Factory(width)),
+        lambda width: [Factory(8), nn.Dense(width)],
+    ],
+)
+def test_partials_and_objects_that_make_models_are_described_by_what_they_hold(make):
+    assert inputs.described(make(8)) == inputs.described(make(8)) != inputs.described(make(16))
+
+
+def test_code_without_a_source_is_described_by_names_and_not_by_lines():
+    def typed(text):
+        scope = {"__name__": "__main__"}
+        exec(text, scope)
+        return inputs.described(scope["f"])
+
+    function = "def f(x): return [y for y in {'a', 'b', 'c'} if x.%s(lambda: y)]"
+    assert typed(function % "exp") == typed("\n\n" + function % "exp") != typed(function % "log")
+    body = "class f:\n    @staticmethod\n    def g(x): return x.%s\n    @property\n    def h(self): return %d"
+    assert typed(body % ("a", 1)) == typed(body % ("a", 1))
+    assert len({typed(body % ("a", 1)), typed(body % ("b", 1)), typed(body % ("a", 2))}) == 3
 
 
 def test_a_method_is_described_alike_whatever_its_module_is_called(tmp_path, monkeypatch):

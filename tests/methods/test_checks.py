@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -280,15 +281,15 @@ def of_class(**attributes):
 WRONGLY_DECLARED = {
     "too few arguments": (
         {"penalty": lambda self, variables, outputs, batch: 0.0},
-        r"Mine.penalty must be a function: def penalty(self, variables, outputs, batch, context).",
+        r"Mine.penalty must be callable as def penalty(self, variables, outputs, batch, context).",
     ),
     "no scope": (
         {"logits": lambda self, model, variables, images, server, client, facts: images},
-        "Mine.logits must be a function: def logits(self, model, variables, images, server, client=(), facts=None, *, "
+        "Mine.logits must be callable as def logits(self, model, variables, images, server, client=(), facts=None, *, "
         "scope='generic').",
     ),
-    "a property": ({"traits": property(lambda self: Traits())}, "Mine.traits must be a function: def traits(self)."),
-    "a number": ({"aggregate": 3}, "Mine.aggregate must be a function: def aggregate(self, server, message, weights"),
+    "a property": ({"traits": property(lambda self: Traits())}, "Mine.traits must be callable as def traits(self)."),
+    "a number": ({"aggregate": 3}, "Mine.aggregate must be callable as def aggregate(self, server, message, weights"),
     "no traits": ({"traits": lambda self: None}, "Mine.traits must return a Traits, not NoneType."),
     "a flag for a pass": ({"traits": lambda self: Traits(summary=True)}, "Mine.traits gives summary=True, which must"),
     "an unknown model": (
@@ -301,6 +302,24 @@ WRONGLY_DECLARED = {
     ),
     "a number for a name": ({"traits": lambda self: Traits(apart=(1,))}, "Mine.traits gives apart=(1,), which must be"),
     "a flag for a number": ({"traits": lambda self: Traits(more_epochs=True)}, "which must be int."),
+    "a static function": (
+        {"penalty": staticmethod(lambda self, variables, outputs, batch, context: 0.0)},
+        "Mine.penalty must be callable as def penalty(self, variables, outputs, batch, context).",
+    ),
+    "a wrapper": (
+        {"penalty": functools.wraps(Method.penalty)(lambda self, outputs: 0.0)},
+        "Mine.penalty must be callable as def penalty(self",
+    ),
+    "a field": ({"penalty": hyperparameter(0.1, help="")}, "Mine has a hyper-parameter penalty, as a hook"),
+    "a trait of a traced number": (
+        {"n": hyperparameter(2, help="n"), "traits": lambda self: Traits(more_epochs=self.n)},
+        "Mine.traits depends on a field that is traced: declare it by fp.hyperparameter(..., static=True).",
+    ),
+    "a trait by a branch": (
+        {"n": hyperparameter(2, help="n"), "traits": lambda self: Traits(more_epochs=1 if self.n else 2)},
+        "Mine.traits depends on a field that is traced",
+    ),
+    "a traced path": ({"path": hyperparameter(Path(), help="")}, "Mine.path is a PosixPath, which cannot be traced"),
     "a traced text": ({"kind": hyperparameter("a", help="kind")}, "Mine.kind is a text, which cannot be traced"),
 }
 
@@ -309,7 +328,7 @@ WRONGLY_DECLARED = {
 def test_a_class_that_cannot_work_is_refused_before_anything_is_traced(mistake):
     attributes, sentence = WRONGLY_DECLARED[mistake]
     with pytest.raises(UserError) as raised:
-        check_declared(of_class(**attributes), Method, Traits)
+        check_declared(of_class(**attributes), Traits)
     assert sentence in str(raised.value)
 
 
@@ -319,14 +338,16 @@ def test_a_class_is_declared_correctly_with_more_arguments_static_texts_and_numb
         "regulariser": staticmethod(lambda params, context: 0.0),
         "aggregate": functools.partialmethod(lambda self, rate, server, message, weights, context: server, 0.1),
         "kind": hyperparameter("a", help="kind", static=True),
-        "traits": lambda self: Traits(epochs=np.int64(3), clip=1, resumed=("head",)),
+        "traits": lambda self: Traits(epochs=np.int64(3), clip=1, resumed=["head"], fine_tunes=np.bool_(False)),
+        "further": functools.wraps(Method.penalty)(lambda self, *arguments: 0.0),
+        "layers": hyperparameter((np.zeros(2), jax.random.key(0), None, True), help="anything numeric"),
     }
-    check_declared(of_class(**attributes), Method, Traits)
+    check_declared(of_class(**attributes), Traits)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_registered_method_is_declared_correctly(name):
-    check_declared(METHODS[name](), Method, Traits)
+    check_declared(METHODS[name](), Traits)
 
 
 def test_a_branch_on_a_traced_hyperparameter_gets_advice_beside_the_error_of_jax():
