@@ -296,15 +296,25 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
     """
     arguments = spelled(type(module).__call__, False, None)
     variables: Any = jax.eval_shape(lambda: module.init(jax.random.key(0), image, **arguments))
-    with from_outside(f"model {name} fails with train=False, where it must neither draw nor change its variables"):
-        jax.eval_shape(lambda v: module.apply(v, image, **arguments), variables)
     leaves: Any = flatten_dict(dict(variables))
+    if lists := ["/".join(map(str, path)) for path, x in leaves.items() if not hasattr(x, "dtype")]:
+        raise UserError(
+            f"model {name} keeps a list in '{lists[0]}', as by sow: sow into 'intermediates', or not at all."
+        )
+    still = (
+        f"model {name} must neither draw nor change its variables when it is not trained (let it take `train` and pass"
+    )
+    still += " it on)"
+    with from_outside(still), in_this_engine(None):
+        jax.eval_shape(lambda v: module.apply(v, image, **arguments), variables)
     if others := ["/".join(map(str, path)) for path, x in leaves.items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
         kind = "as a number with a fraction, which it becomes by averaging; a NumPy array in the module's code stays"
         with from_outside(f"model {name} cannot use '{others[0]}' {kind}"):
             averaged = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape).astype(jnp.float32), variables))
             jax.eval_shape(lambda v: module.apply(v, image, **arguments), averaged)
     if isinstance(module, NnxBackbone):
+        if written := _written(module, image):
+            raise UserError(f"{still}: it changes {written[0]}.")
         instance = nnx.eval_shape(lambda: module.make(nnx.Rngs(0)))
         layers: list[tuple[Path, Any]] = list(nnx.iter_modules(instance))
         own = [type(n).__name__ for _, n in layers if isinstance(n, nnx.BatchNorm) and type(n) is not _BatchNorm]
@@ -313,6 +323,27 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
                 f"model {name} has a batch norm of a class of its own, {own[0]}, to which padding would count: let the "
                 "module take `mask` and pass it on, or use nnx.BatchNorm."
             )
+
+
+def _written(module: NnxBackbone, image: jax.Array) -> list[str]:
+    """Paths of statistics and random numbers that an NNX module changes although it is in evaluation mode."""
+    changed: list[str] = []
+
+    def call() -> None:
+        instance = module.make(nnx.Rngs(0))
+        instance.eval()
+        instance.set_attributes(deterministic=True, raise_if_not_found=False)
+        before = values(instance)
+        instance(image, **spelled(type(instance).__call__, False, None))
+        after = values(instance)
+        changed.extend("/".join(map(str, path)) for path in before if after.get(path) is not before[path])
+
+    def values(instance: Any) -> dict[Any, Any]:
+        state = nnx.state(instance, nnx.Any(nnx.BatchStat, nnx.RngState))
+        return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+    jax.eval_shape(call)
+    return changed
 
 
 def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:

@@ -403,8 +403,51 @@ class AlwaysNormed(nn.Module):
 
 class AlwaysDropping(nn.Module):
     @nn.compact
-    def __call__(self, x, train=False):
+    def __call__(self, x):
         return nn.Dropout(0.5, deterministic=False)(x.reshape(len(x), -1))
+
+
+class Sowing(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.sow("losses", "l", jnp.sum(x))
+        return x.reshape(len(x), -1)
+
+
+class NnxAlways(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x.reshape(len(x), -1), use_running_average=False)
+
+
+class NnxNoisy(nnx.Module):
+    def __init__(self, rngs):
+        self.rngs = nnx.Rngs(noise=0)
+
+    def __call__(self, x):
+        return x.reshape(len(x), -1) + jax.random.normal(self.rngs.noise(), (len(x), 64))
+
+
+class NnxProper(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.drop = nnx.BatchNorm(64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return self.drop(self.norm(x.reshape(len(x), -1)))
+
+
+@pytest.mark.parametrize("module", [AlwaysDropping, NnxProper])
+def test_dropout_without_a_key_is_the_identity_so_that_it_may_ignore_train(module):
+    model = built(module)
+    variables = initialise(model, jax.random.key(0), SHAPE)
+    images = jax.random.normal(jax.random.key(1), (4, *SHAPE))
+    first, second = (forward(model, variables, images, train=False)[0].features for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert np.count_nonzero(first) == first.size
 
 
 @pytest.mark.parametrize(
@@ -418,8 +461,10 @@ class AlwaysDropping(nn.Module):
         (Broken, "model Broken fails on images of 8x8x1: TypeError"),
         (lambda: 1 / 0, "model <lambda> cannot be made: ZeroDivisionError: division by zero."),
         (nn.Dense, "model Dense needs 'features'"),
-        (AlwaysNormed, "must neither draw nor change its variables: ModifyScopeVariableError: .*mean"),
-        (AlwaysDropping, "model AlwaysDropping fails with train=False, .* nor change its variables: InvalidRngError"),
+        (AlwaysNormed, "model AlwaysNormed must neither draw nor change .*: ModifyScopeVariableError: .*mean"),
+        (Sowing, "model Sowing keeps a list in 'losses/l', as by sow: sow into 'intermediates'"),
+        (NnxAlways, "model NnxAlways must neither draw .* it changes norm/mean."),
+        (NnxNoisy, "model NnxNoisy must neither draw .* it changes rngs/noise/count."),
     ],
 )
 def test_anything_but_a_model_is_refused_in_one_sentence(module, sentence):
