@@ -153,6 +153,11 @@ def unmeasured(callbacks: Sequence[Callback], rows: Sequence[Mapping[str, Any]])
     return [f"the run is finished without '{name}': metrics are measured as it is trained." for name in missing[:1]]
 
 
+def _lost(callbacks: Sequence[Callback]) -> list[str]:
+    """Metrics that a run had before it was interrupted, and that it does not have any more."""
+    return [f"the metric '{name}'" for metrics in callbacks if isinstance(metrics, Metrics) for name in metrics.lost]
+
+
 class FolderRecord(Record):
     """The record of an experiment in a folder: the folder, and the callbacks that fill it."""
 
@@ -241,8 +246,8 @@ class FolderRecord(Record):
             lacking = unmeasured(self.asked.callbacks, start[1].history.rows)
             for sentence in untracked(self.asked.config, self.folder) + lacking:
                 self.say(sentence)
-        elif self.checkpoint.missing:
-            names = ", ".join(self.checkpoint.missing)
+        elif missing := self.checkpoint.missing + _lost(self.asked.callbacks):
+            names = ", ".join(missing)
             self.say(
                 f"{self.folder.path} was trained with {names}: to go on with it, resume in Python with the metrics and "
                 "callbacks that it had."

@@ -139,7 +139,8 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
     """
     lists, y = Lists.of(federation.partition.train), federation.dataset.y_train
     if len(np.unique(lists.flat)) < len(lists.flat):
-        raise UserError("`validation` cannot be kept out of training where samples are dealt twice: drop `doubled`.")
+        advice = "drop `doubled`, or give each sample to one client once"
+        raise UserError(f"`validation` cannot be kept out of training where samples are dealt twice: {advice}.")
     owners, chance = np.repeat(np.arange(len(lists)), lists.sizes), np.random.default_rng([seed, *b"validation"])
     order = np.lexsort((chance.random(len(owners)), y[lists.flat], owners))  # class by class within each client
     rank = np.arange(len(owners)) - np.repeat(lists.starts, lists.sizes)

@@ -25,10 +25,16 @@ from fedjax_pcdd.errors import UserError, in_one_line
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MEMORY = ("RESOURCE_EXHAUSTED", "out of memory")
 PATIENCE = 7 * 24 * 3600  # seconds
-UNTRACED = (
+STATIC = (
     "A number on which Python branches or counts must be static: declare it by fp.hyperparameter(..., static=True). "
-    "Branch on arrays by jnp.where."
+    "Choose between arrays by jnp.where."
 )
+UNTRACED: dict[type[Exception], str] = {  # what helps against errors of JAX about code that cannot be traced
+    jax.errors.TracerArrayConversionError: "NumPy takes no arrays that are traced: use those functions of jax.numpy.",
+    jax.errors.NonConcreteBooleanIndexError: "How many samples a mask selects is not known: weight them by jnp.where.",
+    jax.errors.TracerIntegerConversionError: STATIC,
+    jax.errors.ConcretizationTypeError: STATIC,
+}
 TYPES = {"float32": jnp.float32, "tf32": jnp.float32, "bfloat16": jnp.bfloat16}  # of images and activations
 
 
@@ -61,8 +67,8 @@ def in_sentences(doing: str) -> Iterator[None]:
             f"{device} failed when {doing} ({reason}): continue with `resume`, or try `tune=off`, another `precision` "
             "or `device=cpu` in a new run."
         ) from error
-    except jax.errors.JAXTypeError as error:
-        error.add_note(UNTRACED)
+    except tuple(UNTRACED) as error:
+        error.add_note(next(note for kind, note in UNTRACED.items() if isinstance(error, kind)))
         raise
 
 

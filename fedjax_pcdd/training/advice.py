@@ -39,10 +39,10 @@ def too_few(config: RunConfig, federation: Federation) -> list[str]:
 
 
 def twice(federation: Federation) -> list[str]:
-    """A sentence if a client has a sample twice, as in lists of labels, and others are not dealt as often."""
+    """A sentence if a client has a sample twice, as in lists of labels, and samples are not dealt equally often."""
     lists = Lists.of(federation.partition.train)
     dealt = np.bincount(lists.flat)
-    if len(np.unique(dealt[dealt > 0])) < 2:  # as without a sample twice, and by `doubled`
+    if set(dealt[dealt > 0]) == {2}:  # as by `doubled`
         return []
     owners = np.repeat(np.arange(len(lists)), lists.sizes)
     order = np.lexsort((lists.flat, owners))

@@ -103,11 +103,15 @@ class Metrics(Callback):
             raise UserError(f"takes a dictionary of functions of a run by name, not {functions!r}.", field="metrics")
         if reserved := [name for name in by_name if str(name).startswith(("ga_", "pa_"))]:
             raise UserError(f"names '{reserved[0]}', as accuracies of our own are: begin otherwise.", field="metrics")
-        self.functions = functions
+        self.functions, self.lost = functions, list[str]()
 
     def state(self) -> list[str]:
         """The names, so that a run that goes on without its metrics is told."""
         return sorted(self.functions)
+
+    def restore(self, state: list[str]) -> None:
+        """Note those that the run had and that are not measured any more."""
+        self.lost = sorted(set(state) - self.functions.keys())
 
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Add the metrics to the newest row."""
@@ -159,9 +163,8 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
             )
         if not isinstance(callback, Callback) and not takes(callback, 2):
             raise UserError("takes functions of two arguments, a run and a report of its round.", field="callbacks")
-        if isinstance(callback, Callback) and not takes(callback.on_round, 2):
-            name = type(callback).__name__
-            raise UserError(f"{name}.on_round must take a run and the report of its round.", field="callbacks")
+        if isinstance(callback, Callback):
+            _check_functions(callback)
     callbacks = [callback if isinstance(callback, Callback) else Function(callback) for callback in given]
     for callback in callbacks:
         for sentence in misspelt(callback, Callback) + _forgets(callback):
@@ -169,9 +172,20 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
     return callbacks
 
 
+def _check_functions(callback: Callback) -> None:
+    """UserError if one of the callback's functions is none, or takes something else."""
+    arguments = {"on_start": "run", "on_round": "run, report", "on_end": "run", "state": "", "restore": "state"}
+    for name, words in arguments.items():
+        function = getattr(callback, name)
+        if not callable(function) or not takes(function, len(words.split())):
+            sentence = f"{type(callback).__name__}.{name} must be a function ({words}), as of every callback."
+            raise UserError(sentence, field="callbacks")
+
+
 def _forgets(callback: Callback) -> list[str]:
     """A sentence if checkpoints keep the callback's state, but a resumed run does not give it back."""
-    name, cls = type(callback).__name__, type(callback)
-    if cls.state is Callback.state or cls.restore is not Callback.restore:
+    name = type(callback).__name__
+    keeps = getattr(callback.state, "__func__", None) is not Callback.state
+    if not keeps or getattr(callback.restore, "__func__", None) is not Callback.restore:
         return []
     return [f"{name} has a state, but no restore(state) that takes it back when a run is resumed: define one."]

@@ -97,7 +97,10 @@ MISTAKES = {
         lambda: simulate(method=Evaluates()),
         "local_update must return a tuple (anything, anything, a Step), not Evaluated",
     ),
-    "a callback that takes no report": (lambda: simulate(callbacks=[Deaf()]), "Deaf.on_round must take a run and"),
+    "a callback that takes no report": (
+        lambda: simulate(callbacks=[Deaf()]),
+        "Deaf.on_round must be a function (run, report)",
+    ),
     "a column by number": (lambda: fp.from_huggingface(Rows([]), image=3), "a column is given by its name, not as 3"),
     "a side in words": (lambda: fp.from_folder(".", side="8"), "side takes a number of pixels of at least 1, not '8'"),
     "a negative side": (lambda: fp.from_folder(".", side=-3), "side takes a number of pixels of at least 1, not -3"),

@@ -12,6 +12,7 @@ import toy
 from flax import struct
 
 import fedjax_pcdd as fp
+from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.checks import check_declared, misspelt
@@ -350,18 +351,52 @@ def test_every_registered_method_is_declared_correctly(name):
     check_declared(METHODS[name](), Traits)
 
 
-def test_a_branch_on_a_traced_hyperparameter_gets_advice_beside_the_error_of_jax():
-    @struct.dataclass
-    class Branching(Method):
-        on: bool = hyperparameter(True, help="flag")
-
-        def regulariser(self, params, context):
-            return 1.0 if self.on else 0.0
-
+@pytest.mark.parametrize(
+    ("penalty", "advice"),
+    [
+        (
+            lambda self, variables, outputs, *_: 1.0 if self.on else 0.0,
+            "declare it by fp.hyperparameter(..., static=True)",
+        ),
+        (lambda self, variables, outputs, *_: np.sum(np.asarray(outputs.logits)), "use those functions of jax.numpy"),
+        (lambda self, variables, outputs, batch, _: outputs.logits[batch.mask > 0].sum(), "weight them by jnp.where"),
+    ],
+)
+def test_code_that_cannot_be_traced_gets_advice_beside_the_error_of_jax(penalty, advice):
+    method = of_class(on=hyperparameter(True, help="flag"), penalty=penalty)
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=3)
-    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
-        fp.simulate(federation, Branching(), model="mlp", rounds=1, lanes=1)
-    assert any("declare it by fp.hyperparameter(..., static=True)" in note for note in raised.value.__notes__)
+    with pytest.raises((jax.errors.JAXTypeError, jax.errors.JAXIndexError)) as raised:
+        fp.simulate(federation, method, model="mlp", rounds=1, lanes=1)
+    assert any(advice in note for note in raised.value.__notes__)
+
+
+FEW = """
+from flax import struct
+import fedjax_pcdd as fp
+
+@struct.dataclass
+class Few(fp.FedProx):
+    def penalty(self, variables, outputs, batch):
+        return 0.0
+"""
+
+
+@pytest.mark.parametrize("suffix", ["", "+prototypes", "+avgm", "+sam"])
+def test_a_hook_behind_a_suffix_is_checked_too(tmp_path, suffix):
+    (tmp_path / "few.py").write_text(FEW)
+    method = methods.get(f"{tmp_path / 'few.py'}:Few{suffix}")()
+    with pytest.raises(UserError, match=r"Few.*\.penalty must be callable as def penalty\(self, variables, outputs"):
+        check_declared(method, Traits)
+
+
+def test_hooks_of_participants_are_checked_too():
+    @struct.dataclass
+    class Agreeing(METHODS["fedmd"]):
+        def agree(self):
+            return 0.0
+
+    with pytest.raises(UserError, match=r"Agreeing\.agree must be callable as def agree\(self, "):
+        check_declared(Agreeing(), Traits)
 
 
 @pytest.mark.parametrize("name", METHODS)

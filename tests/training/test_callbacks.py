@@ -1,6 +1,7 @@
 """Callbacks: what they see, how they end a run, and that their state is part of a checkpoint."""
 
 import json
+import shutil
 import warnings
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import runs
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import build
@@ -394,6 +396,9 @@ def test_a_run_that_goes_on_without_its_metrics_is_told(federation, tmp_path):
     folder, metrics = tmp_path / "run", {"seen": lambda run: run.round}
     with pytest.raises(KeyboardInterrupt):
         fp.simulate(federation, run_dir=folder, callbacks=[interrupt], metrics=metrics, **SMALL)
+    shutil.copytree(folder, tmp_path / "copy")
+    with pytest.warns(UserWarning, match="was trained with the metric 'seen': to go on with it, resume in Python with"):
+        fp.resume(tmp_path / "copy", federation=federation, metrics={"other": lambda run: run.round})
     with pytest.warns(UserWarning, match="was trained with Metrics: to go on with it, resume in Python with the metr"):
         resumed = fp.resume(folder, federation=federation)
     assert "seen" not in resumed.rows[-1]
@@ -411,6 +416,20 @@ def test_a_function_named_almost_like_one_that_the_loop_calls_is_warned_of():
 
     with pytest.warns(UserWarning, match=r"Misspelt\.on_rounds is not a hook: did you mean on_round\?"):
         as_callbacks([Misspelt()])
+
+
+def test_a_callback_whose_functions_are_none_or_take_something_else_is_refused():
+    class Field(fp.Callback):
+        state = 0
+
+    class Curious(fp.Callback):
+        def restore(self):
+            """Takes no state."""
+
+    with pytest.raises(UserError, match=r"Field\.state must be a function \(\), as of every callback"):
+        as_callbacks([Field()])
+    with pytest.raises(UserError, match=r"Curious\.restore must be a function \(state\), as of every callback"):
+        as_callbacks([Curious()])
 
 
 @pytest.mark.parametrize("takes_back", [True, False])

@@ -52,7 +52,7 @@ def test_a_share_that_leaves_a_client_no_training_sample_is_refused():
 def test_samples_that_are_dealt_twice_cannot_be_held_out():
     digits = sources.load("digits")
     options = {"num_classes": 10, "clients": 5, "seed": 0, "classes_per_client": 2, "doubled": True}
-    with pytest.raises(UserError, match="dealt twice: drop doubled"):
+    with pytest.raises(UserError, match="dealt twice: drop doubled, or give each sample to one client once"):
         hold_out(Federation(digits, partition("pcdd", digits.y_train, digits.y_test, **options)), 0.1, 0)
 
 
