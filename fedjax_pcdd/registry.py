@@ -252,6 +252,22 @@ def from_outside(fails: str) -> Iterator[None]:
         raise UserError(f"{fails}: {type(error).__name__}: {in_one_line(error)}.") from error
 
 
+def takes(function: Callable, arguments: int, *names: str) -> bool:
+    """Whether a function can be called with so many arguments and those names, as far as its own signature tells."""
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*[None] * arguments, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    except ValueError:  # a function in C without a signature
+        return True
+    return True
+
+
+def is_of_package(part: Any) -> bool:
+    """Whether a class or function is one of this package."""
+    return part.__module__.startswith("fedjax_pcdd.")
+
+
 def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
     """Call a function from outside and return its result.
 
@@ -263,12 +279,8 @@ def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
     Raises:
       UserError: it is not a function, takes other arguments, or fails.
     """
-    try:
-        inspect.signature(function).bind(*given)
-    except TypeError:
-        raise UserError(f"{part} must be a function {f'of {of}' if of else 'without arguments'}.") from None
-    except ValueError:  # a function in C may have no signature
-        pass
+    if not (callable(function) and takes(function, len(given))):
+        raise UserError(f"{part} must be a function {f'of {of}' if of else 'without arguments'}.")
     with from_outside(f"{part} fails"):
         return function(*given)
 

@@ -29,7 +29,7 @@ from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest, shortened
-from fedjax_pcdd.methods.checks import misspelt
+from fedjax_pcdd.methods.declared import misspelt
 from fedjax_pcdd.methods.method import Local, Method
 from fedjax_pcdd.training.config import as_read
 from fedjax_pcdd.training.fields import options_of

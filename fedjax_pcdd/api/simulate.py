@@ -17,9 +17,8 @@ from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, l
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, is_there, nearest, shortened
-from fedjax_pcdd.methods.checks import takes
 from fedjax_pcdd.methods.method import Method
-from fedjax_pcdd.registry import origin_of
+from fedjax_pcdd.registry import origin_of, takes
 from fedjax_pcdd.training.build import share_kept
 from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
 from fedjax_pcdd.training.config import RUN, RunConfig, as_read

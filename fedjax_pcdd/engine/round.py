@@ -48,7 +48,8 @@ from fedjax_pcdd.engine.program import (
 from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
 from fedjax_pcdd.engine.streaming import Chunk, Streamed
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.checks import check_fields, of_kind
+from fedjax_pcdd.methods.checks import of_kind
+from fedjax_pcdd.methods.declared import check_fields
 from fedjax_pcdd.methods.method import Local, Method, Setting
 from fedjax_pcdd.methods.own_layers import with_own_layers
 from fedjax_pcdd.models import normalisation_params, normalises, uses_batch_norm

@@ -1,21 +1,12 @@
 """Checks of what hooks return, made when they are traced: one sentence names the method and hook of a mistake."""
 
-import dataclasses
-import inspect
-import re
-import typing
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from difflib import get_close_matches
-from numbers import Integral, Real
+from collections.abc import Mapping
 from typing import Any
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from fedjax_pcdd.errors import UserError
 
@@ -123,103 +114,6 @@ def of_model(method: Any, hook: str, variables: Any) -> Any:
         return variables
     actual = "a dictionary without them" if isinstance(variables, Mapping) else type(variables).__name__
     raise UserError(f"{_name(method)}.{hook} must return variables of a model, with params, not {actual}.")
-
-
-def takes(function: Callable, arguments: int, *names: str) -> bool:
-    """Whether a function can be called with so many arguments and those names, as far as its own signature tells."""
-    try:
-        inspect.signature(function, follow_wrapped=False).bind(*[None] * arguments, **dict.fromkeys(names))
-    except TypeError:
-        return False
-    except ValueError:  # a function in C without a signature
-        return True
-    return True
-
-
-def check_declared(method: Any, traits: type) -> None:
-    """Raise UserError for what cannot work, before it is traced.
-
-    A function does not take what that of this package takes in whose place it is called; a field that is traced holds
-    something else than numbers; a trait depends on such a field, or is of another type.
-    """
-    hooks: dict[str, Callable] = {}
-    for cls in reversed(type(method).__mro__):
-        for name, own in vars(cls).items():
-            if name in hooks:
-                _check_hook(method, name, hooks[name], own)
-            elif _is_hook(cls, name, own):
-                hooks[name] = own
-    check_fields(method)
-    found: list[Any] = []
-    with suppress(jax.errors.JAXTypeError):
-        jax.eval_shape(lambda traced: found.append(traced.traits()), method)
-    value = of_kind(method, "traits", found[0], traits) if found else None
-    kinds = typing.get_type_hints(traits)
-    if value is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tuple(value))):
-        sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)."
-        raise UserError(f"{_name(method)}.traits {sentence}")
-    for name, kind in kinds.items():
-        if not _fits(trait := getattr(value, name), kind):
-            expected = getattr(kind, "__name__", "") if isinstance(kind, type) else str(kind)
-            expected = re.sub(r"\b[a-z_]+\.", "", expected)  # names of modules
-            raise UserError(f"{_name(method)}.traits gives {name}={trait!r}, which must be {expected}.")
-
-
-def _is_hook(cls: type, name: str, value: Any) -> bool:
-    of_package = cls.__module__.startswith("fedjax_pcdd.") and getattr(value, "__module__", "") == cls.__module__
-    return of_package and inspect.isfunction(value) and not name.startswith("_")
-
-
-def _check_hook(method: Any, name: str, hook: Callable, own: Any) -> None:
-    """UserError unless what a class has in the place of a hook can be called as the hook is."""
-    if any(field.name == name for field in dataclasses.fields(method)):
-        raise UserError(f"{_name(method)} has a hyper-parameter {name}, as a hook of every method: rename it.")
-    bound = own.__get__(method, type(method)) if hasattr(own, "__get__") else own
-    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(hook).parameters.values()]
-    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    required = [p for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
-    fits = callable(bound) and takes(bound, len(parameters) - 1 - len(by_name), *by_name)
-    if not (fits and takes(bound, len(required) - 1)):
-        raise UserError(f"{_name(method)}.{name} must be callable as def {name}{inspect.Signature(parameters)}.")
-
-
-def check_fields(method: Any) -> None:
-    """Raise UserError if a field that is traced holds anything but numbers."""
-    for field in dataclasses.fields(method):
-        leaves = jax.tree.leaves(getattr(method, field.name)) if field.metadata.get("pytree_node", True) else []
-        for leaf in leaves:
-            if not (isinstance(leaf, int | float) or _is_numeric(getattr(leaf, "dtype", None))):
-                kind = "a text" if isinstance(leaf, str) else f"a {type(leaf).__name__}"
-                sentence = f"is {kind}, which cannot be traced: declare it by fp.hyperparameter(..., static=True)."
-                raise UserError(f"{_name(method)}.{field.name} {sentence}")
-
-
-def _is_numeric(dtype: Any) -> bool:
-    kinds = (jnp.number, jnp.bool_, jax.dtypes.extended)  # the last are random keys
-    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value has the type of an annotation; lists and NumPy's numbers do as well."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return isinstance(value, str) and value in inner
-    if origin is tuple:
-        return isinstance(value, tuple | list) and all(isinstance(item, inner[0]) for item in value)
-    if inner:  # a union
-        return any(_fits(value, member) for member in inner)
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    return isinstance(value, bool | np.bool_ if kind is bool else kind)
-
-
-def misspelt(method: Any, contract: type) -> list[str]:
-    """A sentence for each of the method's own functions whose name is close to that of a hook of the contract."""
-    hooks = [name for name, value in vars(contract).items() if callable(value) and not name.startswith("_")]
-    functions = [name for cls in type(method).__mro__ for name, value in vars(cls).items() if callable(value)]
-    added = [name for name in dict.fromkeys(functions) if not (name.startswith("_") or hasattr(contract, name))]
-    close = {name: get_close_matches(name, hooks, 1, 0.85) for name in added}
-    return [f"{_name(method)}.{name} is not a hook: did you mean {match[0]}?" for name, match in close.items() if match]
 
 
 def _name(method: Any) -> str:

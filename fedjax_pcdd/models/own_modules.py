@@ -301,11 +301,8 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
         raise UserError(
             f"model {name} keeps a list in '{lists[0]}', as by sow: sow into 'intermediates', or not at all."
         )
-    still = (
-        f"model {name} must neither draw nor change its variables when it is not trained (let it take `train` and pass"
-    )
-    still += " it on)"
-    with from_outside(still), in_this_engine(None):
+    rule = "must neither draw nor change its variables when it is not trained (let it take `train` and pass it on)"
+    with from_outside(f"model {name} {rule}"), in_this_engine(None):
         jax.eval_shape(lambda v: module.apply(v, image, **arguments), variables)
     if others := ["/".join(map(str, path)) for path, x in leaves.items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
         kind = "as a number with a fraction, which it becomes by averaging; a NumPy array in the module's code stays"
@@ -314,7 +311,7 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
             jax.eval_shape(lambda v: module.apply(v, image, **arguments), averaged)
     if isinstance(module, NnxBackbone):
         if written := _written(module, image):
-            raise UserError(f"{still}: it changes {written[0]}.")
+            raise UserError(f"model {name} {rule}: it changes {written[0]}.")
         instance = nnx.eval_shape(lambda: module.make(nnx.Rngs(0)))
         layers: list[tuple[Path, Any]] = list(nnx.iter_modules(instance))
         own = [type(n).__name__ for _, n in layers if isinstance(n, nnx.BatchNorm) and type(n) is not _BatchNorm]

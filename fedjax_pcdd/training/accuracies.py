@@ -13,6 +13,7 @@ import numpy as np
 from fedjax_pcdd.engine.program import Evaluation
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import is_of_package
 from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN, accuracy, balanced, mean, personal, plain, spread
@@ -133,12 +134,9 @@ class Accuracies(Callback):
         own = [name for name in options_of(type(run.method)) if name == "eta_g" or name.endswith("_lr")]
         rates = " or ".join(f"`{rate}`" for rate in ("lr", *own))
         where = f"in round {run.round} of {self.name}"
-        own_term = (
-            ""
-            if type(run.method).__module__.startswith("fedjax_pcdd.")
-            else (f", or look for a division by zero or a logarithm of zero in {type(run.method).__name__}")
-        )
-        advice = f"choose a smaller {rates} or set `grad_clip`{own_term}"
+        advice = f"choose a smaller {rates} or set `grad_clip`"
+        if not is_of_package(type(run.method)):
+            advice += f", or look for a division by zero or a logarithm of zero in {type(run.method).__name__}"
         return UserError(f"{what} is not finite {where}: {advice}{self.kept()}.")
 
     def _measured(self, run: Run) -> list[Protocol]:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from fedjax_pcdd.errors import UserError, shortened
-from fedjax_pcdd.methods.checks import misspelt, takes
-from fedjax_pcdd.registry import called
+from fedjax_pcdd.methods.declared import check_hooks, misspelt
+from fedjax_pcdd.registry import called, takes
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import DIGITS
 
@@ -164,22 +164,12 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
         if not isinstance(callback, Callback) and not takes(callback, 2):
             raise UserError("takes functions of two arguments, a run and a report of its round.", field="callbacks")
         if isinstance(callback, Callback):
-            _check_functions(callback)
+            check_hooks(callback)
     callbacks = [callback if isinstance(callback, Callback) else Function(callback) for callback in given]
     for callback in callbacks:
         for sentence in misspelt(callback, Callback) + _forgets(callback):
             warnings.warn(sentence, stacklevel=3)
     return callbacks
-
-
-def _check_functions(callback: Callback) -> None:
-    """UserError if one of the callback's functions is none, or takes something else."""
-    arguments = {"on_start": "run", "on_round": "run, report", "on_end": "run", "state": "", "restore": "state"}
-    for name, words in arguments.items():
-        function = getattr(callback, name)
-        if not callable(function) or not takes(function, len(words.split())):
-            sentence = f"{type(callback).__name__}.{name} must be a function ({words}), as of every callback."
-            raise UserError(sentence, field="callbacks")
 
 
 def _forgets(callback: Callback) -> list[str]:

@@ -312,7 +312,7 @@ def check_names(method: type["Method"]) -> None:
 
 
 def _check_declared(method: "Method") -> None:
-    from fedjax_pcdd.methods.checks import check_declared  # JAX is not needed for the help of a run
+    from fedjax_pcdd.methods.declared import check_declared  # JAX is not needed for the help of a run
     from fedjax_pcdd.methods.method import Traits
 
     check_declared(method, Traits)

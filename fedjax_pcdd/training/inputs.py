@@ -31,6 +31,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.registry import is_of_package
 from fedjax_pcdd.training.config import NOT_COMPUTED, RunConfig, values
 from fedjax_pcdd.training.folder import RunFolder, dumps
 from fedjax_pcdd.training.outside import origins_of
@@ -57,7 +58,6 @@ def inputs_of(
       availability: that of the clients, if they are not always available.
       model: the object, or the list of them, that the user passed in place of a name.
     """
-    own = not type(method).__module__.startswith("fedjax_pcdd.")
     options = {name: value for name, value in values(config, method).items() if name not in NOT_COMPUTED}
     return {
         "options": json.loads(json.dumps(options, default=str)),
@@ -68,7 +68,10 @@ def inputs_of(
         "partition": digest(a for part in federation.partition for a in (Lists.of(part).flat, Lists.of(part).sizes)),
         "availability": _draws(availability, config.seed),
         "files": {name: origin.sha256 for name, origin in origins_of(config).items()},
-        "objects": {"model": described(model), "method": described(type(method)) if own else None},
+        "objects": {
+            "model": described(model),
+            "method": None if is_of_package(type(method)) else described(type(method)),
+        },
         "versions": {"fedjax-pcdd": __version__} | {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
 
@@ -148,10 +151,13 @@ def _text(part: Any) -> str:
 
 def _of_code(code: CodeType) -> str:
     """What a function does, wherever its lines stand."""
-    constants = [_of_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    sets = [sorted(map(repr, c)) for c in code.co_consts if isinstance(c, frozenset)]
-    plain = [text for text in constants if not text.startswith("frozenset")]
-    return f"{code.co_code!r}{code.co_names}{plain}{sets}"
+
+    def plain(constant: Any) -> str:
+        if isinstance(constant, frozenset):  # whose order is another in each process
+            return str(sorted(map(plain, constant)))
+        return _of_code(constant) if isinstance(constant, CodeType) else repr(constant)
+
+    return f"{code.co_code!r}{code.co_names}{list(map(plain, code.co_consts))}"
 
 
 def _draws(availability: Availability | None, seed: int) -> str | None:

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from fedjax_pcdd.errors import UserError, in_one_line
-from fedjax_pcdd.methods.checks import takes
-from fedjax_pcdd.registry import Registry, called
+from fedjax_pcdd.registry import Registry, called, takes
 from fedjax_pcdd.training.fields import names_in
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 

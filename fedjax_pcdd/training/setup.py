@@ -22,7 +22,8 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.methods.checks import built, misspelt
+from fedjax_pcdd.methods.checks import built
+from fedjax_pcdd.methods.declared import misspelt
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located

@@ -99,7 +99,7 @@ MISTAKES = {
     ),
     "a callback that takes no report": (
         lambda: simulate(callbacks=[Deaf()]),
-        "Deaf.on_round must be a function (run, report)",
+        "Deaf.on_round must be callable as def on_round(self, run, report)",
     ),
     "a column by number": (lambda: fp.from_huggingface(Rows([]), image=3), "a column is given by its name, not as 3"),
     "a side in words": (lambda: fp.from_folder(".", side="8"), "side takes a number of pixels of at least 1, not '8'"),

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -257,6 +258,21 @@ def test_code_without_a_source_is_described_by_names_and_not_by_lines():
     body = "class f:\n    @staticmethod\n    def g(x): return x.%s\n    @property\n    def h(self): return %d"
     assert typed(body % ("a", 1)) == typed(body % ("a", 1))
     assert len({typed(body % ("a", 1)), typed(body % ("b", 1)), typed(body % ("a", 2))}) == 3
+
+
+@pytest.mark.thorough
+def test_code_without_a_source_is_described_alike_in_every_process():
+    program = (
+        "from fedjax_pcdd.training.inputs import described; scope = {};"
+        'exec(\'def f(x): return x in {"a", "b", "c", "d", "e"}\', scope); print(described(scope[\'f\']))'
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(digests) == 1
 
 
 def test_a_method_is_described_alike_whatever_its_module_is_called(tmp_path, monkeypatch):

@@ -426,9 +426,13 @@ def test_a_callback_whose_functions_are_none_or_take_something_else_is_refused()
         def restore(self):
             """Takes no state."""
 
-    with pytest.raises(UserError, match=r"Field\.state must be a function \(\), as of every callback"):
+    with pytest.raises(UserError, match=r"Field\.state must be callable as def state\(self\): define it so"):
         as_callbacks([Field()])
-    with pytest.raises(UserError, match=r"Curious\.restore must be a function \(state\), as of every callback"):
+    instance = fp.Callback()
+    instance.state = {}
+    with pytest.raises(UserError, match=r"Callback\.state must be callable as def state\(self\): define"):
+        as_callbacks([instance])
+    with pytest.raises(UserError, match=r"Curious\.restore must be callable as def restore\(self, state\): define"):
         as_callbacks([Curious()])
 
 
