@@ -46,7 +46,8 @@ def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -
         raise UserError(f"takes the name of a data set, as 'digits', not {shortened(name)}.", field="name")
     folder = None if data_dir is None else as_path(data_dir, "data_dir")
     dataset = sources.load(name, folder)
-    _LOADED[dataset] = {"dataset": name, "data_dir": folder}
+    places = {"data_dir": folder and folder.absolute()}
+    _LOADED[dataset] = {"dataset": name} | (places if name != "digits" else {})
     return dataset
 
 
@@ -74,7 +75,7 @@ def from_arrays(
       y_train: [n] integers in [0, C).
       x_test, y_test: the same for the test samples.
       name: selects the customary normalisation ("cifar10", "svhn", ...); for other names images are scaled to [0, 1].
-      num_classes: C; None for one more than the largest label.
+      num_classes: C; None for the number of names, or without names for one more than the largest label.
       class_names: C names, for pictures.
       groups: writer or domain of each training and of each test sample, for the partition "natural".
 
@@ -86,22 +87,29 @@ def from_arrays(
     ((2, 1, 2, 1), [0.0, 1.0, 0.5, 0.25])
     """
     y_train, y_test = _labels(y_train, "y_train"), _labels(y_test, "y_test")
-    if num_classes is None:
-        if (largest := max(int(y.max(initial=0)) for y in (y_train, y_test))) >= MOST_CLASSES:
-            raise UserError(f"a label is {largest}: number the classes from 0, or give `num_classes`.")
-        num_classes = count_classes(np.concatenate([y_train.astype(int), y_test.astype(int)]))
-    if not isinstance(num_classes, int | np.integer) or num_classes < 1:
-        raise UserError(f"must be an integer from 1, not {shortened(num_classes)}.", field="num_classes")
     if not isinstance(class_names, Sequence | np.ndarray | None) or isinstance(class_names, str):
         raise UserError(f"must be a list of names, not {shortened(class_names)}.", field="class_names")
     names = None if class_names is None else tuple(map(str, class_names))
+    if num_classes is None:
+        if (largest := max(int(y.max(initial=0)) for y in (y_train, y_test))) >= MOST_CLASSES:
+            raise UserError(f"a label is {largest}: number the classes from 0, or give `num_classes`.")
+        labels = np.concatenate([y_train.astype(int), y_test.astype(int)])
+        num_classes = count_classes(labels) if names is None else max(len(names), largest + 1)
+    if not isinstance(num_classes, int | np.integer) or num_classes < 1:
+        raise UserError(f"must be an integer from 1, not {shortened(num_classes)}.", field="num_classes")
     images = as_images(x_train, "x_train"), as_images(x_test, "x_test")
     if not len(images[0]):
         raise UserError("x_train holds no samples: give at least one.")
     if groups is not None and not (isinstance(groups, tuple | list) and len(groups) == 2):
         raise UserError("groups must be a pair: those of the training and those of the test samples.")
-    train_groups, test_groups = (None, None) if groups is None else map(np.asarray, groups)
+    train_groups, test_groups = (None, None) if groups is None else map(_as_groups, groups)
     return Dataset(name, images[0], y_train, images[1], y_test, num_classes, names, train_groups, test_groups)
+
+
+def _as_groups(groups: ArrayLike) -> np.ndarray:
+    """Groups [n]; names that pandas keeps as objects become texts."""
+    array = np.asarray(groups)
+    return array.astype(str) if array.dtype == object and all(isinstance(g, str) for g in array.flat) else array
 
 
 def _labels(y: ArrayLike, name: str) -> np.ndarray:

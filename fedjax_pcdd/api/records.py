@@ -204,7 +204,8 @@ class FolderRecord(Record):
         size = required_bytes((state.servers, state.servers), (state.clients, state.statistics))
         check_space(path, size * (config.keep + 1) * len(self.setup.pairs))
         heard = replace(config, quiet=False)  # a later call shows its progress unless it is asked not to
-        return RunFolder.create(path, dump(heard, self.asked.method))
+        found_anywhere = replace(heard, data_dir=heard.data_dir and heard.data_dir.absolute())
+        return RunFolder.create(path, dump(found_anywhere, self.asked.method))
 
     def _writers(self) -> list[Callback]:
         config, folder = self.asked.config, self.folder

@@ -157,6 +157,8 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     if config.method == type(method).__name__:
         methods.METHODS.register(config.method)(type(method))  # a class of the calling script, which may load the run
     load_options = options_that_load(given.federation.dataset)
+    if load_options and config.data_dir not in (None, load_options.get("data_dir", config.data_dir)):
+        load_options = None  # the public images lie elsewhere, and the options of a run know one folder
     overrides: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (
         load_options or {}
     )

@@ -4,6 +4,7 @@ If there is no test set, a fifth of each class is drawn from the training sample
 """
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,19 @@ def from_huggingface(
         raise UserError(f"from_huggingface takes what datasets.load_dataset returns, not {shortened(dataset)}.")
     image = _column(features, image, "Image", _IMAGES, "images")
     label = _column(features, label, "ClassLabel", _LABELS, "labels")
-    parts = []
+    parts, names = [], []
     for part in (train, test):
+        own = features if part is None else getattr(part, "features", None) or {}
+        columns = [_column(own, wanted, "", (), "") for wanted in (image, label, groups) if wanted is not None]
         rows = [] if part is None else list(part)
-        part_groups = None if groups is None else [row[_column(features, groups, "", (), "groups")] for row in rows]
-        parts.append(([row[image] for row in rows], [row[label] for row in rows], part_groups))
-    return _dataset(parts, getattr(features[label], "names", None), name)
+        x, y, *part_groups = ([row[column] for row in rows] for column in columns)
+        parts.append((x, y, part_groups[0] if part_groups else None))
+        names.append(getattr(own[label], "names", None))
+    return _dataset(parts, names, name)
 
 
 def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: Sequence[str], content: str) -> str:
-    """The column `wanted`, else one whose type is `kind`, else one with a usual name."""
+    """The column `wanted`, else the one whose type is `kind`, or of several that with a usual name; or one so named."""
     if wanted is not None:
         if not isinstance(wanted, str):
             raise UserError(f"a column is given by its name, not as {shortened(wanted)}.")
@@ -61,9 +65,12 @@ def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: S
             raise UserError(f"the data set has no column '{wanted}': {nearest(wanted, features)}")
         return wanted
     typed = [column for column, feature in features.items() if type(feature).__name__ == kind]
-    candidates = typed or [column for column in usual if column in features]
+    named = [column for column in usual if column in features]
+    candidates = [column for column in named if column in typed][:1] or (named + typed if typed else named[:1])
     if not candidates:
         raise UserError(f"none of the columns {', '.join(features)} is known to hold {content}: name it.")
+    if len(candidates) > 1:
+        raise UserError(f"any of the columns {', '.join(candidates)} may hold {content}: name the one that does.")
     return candidates[0]
 
 
@@ -76,7 +83,7 @@ def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset
 
     Args:
       train, test: images are Pillow's, arrays or tensors; class names are taken from `classes` (`info["label"]` for
-        medmnist), if present.
+        medmnist), if present; a class has the training set's number, even where `test` numbers its names otherwise.
       name: of the data set; it selects the customary normalisation.
 
     Raises:
@@ -86,17 +93,24 @@ def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             raise UserError(f"from_torch takes data sets with a length and samples by number, not {shortened(part)}.")
     parts = [(*_samples(part), None) if part is not None else ([], [], None) for part in (train, test)]
-    names = getattr(train, "classes", None)
-    if names is None and "label" in (info := getattr(train, "info", None) or {}):
-        names = [info["label"][str(c)] for c in range(len(info["label"]))]
-    return _dataset(parts, names, name)
+    return _dataset(parts, [_class_names(part) for part in (train, test)], name)
+
+
+def _class_names(part: Any) -> Sequence[str] | None:
+    if (names := getattr(part, "classes", None)) is not None:
+        return names
+    numbered = (getattr(part, "info", None) or {}).get("label")
+    return numbered and [numbered[str(c)] for c in range(len(numbered))]
 
 
 def _samples(part: Any) -> tuple[Any, Any]:
     changed = any(getattr(part, key, None) is not None for key in ("transform", "transforms", "target_transform"))
-    for images, labels in (("data", "targets"), ("data", "labels"), ("imgs", "labels")):
-        arrays = [np.asarray(getattr(part, key, ())) for key in (images, labels)]
-        fits = not changed and arrays[0].ndim > 1 and len(arrays[0]) == len(arrays[1]) == len(part) > 0
+    for keys in () if changed else (("data", "targets"), ("data", "labels"), ("imgs", "labels")):
+        try:
+            arrays = [np.asarray(getattr(part, key, ())) for key in keys]
+        except ValueError:  # images of several sizes
+            continue
+        fits = arrays[0].ndim > 1 and arrays[1].ndim and len(arrays[0]) == len(arrays[1]) == len(part) > 0
         if fits and all(np.array_equal(np.squeeze(a), np.squeeze(b[0])) for a, b in zip(part[0], arrays, strict=False)):
             return arrays[0], arrays[1]
     pairs = [part[i] for i in range(len(part))]
@@ -110,8 +124,11 @@ def _samples(part: Any) -> tuple[Any, Any]:
 def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str | None = None) -> Dataset:
     """Images in one folder per class, which may lie below `train` and `test` (or `val`).
 
+    A warning names folders beside these, as they are not read.
+
     Args:
-      path: of the folder; the names of its subfolders, in alphabetical order, are the class names.
+      path: of the folder; the names of its subfolders, in alphabetical order, are the class names. Images may lie
+        deeper.
       side: S, to which all images are stretched; None if they all have the same size.
       name: of the data set; it selects the customary normalisation; None for the folder's name.
 
@@ -126,21 +143,36 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
     if not is_there(root, Path.is_dir):
         raise UserError(f"there is no folder {root}: name one with a folder of images for each class.")
     classes = _visible(train, Path.is_dir)
-    if not classes:
-        raise UserError(f"{train} has no folders: put the images of each class into a folder of its own there.")
+    for folder in (train, test):
+        if folder and not _visible(folder, Path.is_dir):
+            raise UserError(f"{folder} has no folders: put the images of each class into a folder of its own there.")
+    _warn_of_others(train, root)
     names = [folder.name for folder in classes]
     unknown = [folder.name for folder in (_visible(test, Path.is_dir) if test else []) if folder.name not in names]
     if unknown:
         raise UserError(f"{test} has a class {unknown[0]} that {train} has not: {nearest(unknown[0], names)}")
     parts = []
     for folder in (train, test):
-        pairs = [(file, c) for c, label in enumerate(names) for file in _visible(folder / label)] if folder else []
+        pairs = [(file, c) for c, label in enumerate(names) for file in _files(folder / label)] if folder else []
         parts.append(([_opened(file, side) for file, _ in pairs], [c for _, c in pairs], None))
-    return _dataset(parts, names, name or root.resolve().name)
+    return _dataset(parts, (names, names), name or root.resolve().name)
 
 
-def _visible(folder: Path, kind: Callable[[Path], bool] = Path.is_file) -> list[Path]:
-    """Entries of a folder that are not hidden, files or (by `kind`) folders, in alphabetical order."""
+def _warn_of_others(train: Path, root: Path) -> None:
+    """Warn of folders beside `train` that would not be read."""
+    others = [folder.name for folder in _visible(root, Path.is_dir) if folder.name not in ("train", *_TESTS)]
+    if train != root and others:
+        warnings.warn(f"only train and test are read of {root}, not {', '.join(others[:3])}.", stacklevel=3)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files in a folder and in those below it that are not hidden, in alphabetical order."""
+    inner = [file for below in _visible(folder, Path.is_dir) for file in _files(below)]
+    return sorted([*_visible(folder, Path.is_file), *inner])
+
+
+def _visible(folder: Path, kind: Callable[[Path], bool]) -> list[Path]:
+    """Entries of a folder that are not hidden, files or folders by `kind`, in alphabetical order."""
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
         return sorted(entry for entry in entries if kind(entry) and not entry.name.startswith("."))
@@ -161,11 +193,17 @@ def _opened(file: Path, side: int | None) -> Image.Image:
         raise UserError(f"{file} is not an image ({in_one_line(error)}): move it out of the folder.") from error
 
 
-def _dataset(parts: Sequence[tuple[Any, Any, Any]], names: Sequence[str] | None, name: str) -> Dataset:
-    """Make a data set of images, labels and groups of training and test samples; the latter may be empty."""
+def _dataset(parts: Sequence[tuple[Any, Any, Any]], class_names: Sequence[Sequence[str] | None], name: str) -> Dataset:
+    """Make a data set of images, labels and groups of training and test samples; the latter may be empty.
+
+    Args:
+      class_names: as the training and the test samples number their classes, None if unknown.
+    """
     (x_train, y_train, groups_train), (x_test, y_test, groups_test) = parts
-    x, y = _stack([*x_train, *x_test]), _labels([*y_train, *y_test])
-    groups = None if groups_train is None else np.unique([*groups_train, *(groups_test or ())], return_inverse=True)[1]
+    x, y, (names, test_names) = _stack([*x_train, *x_test]), _labels([*y_train, *y_test]), class_names
+    if names is not None and test_names is not None:
+        y[len(y_train) :] = _renumbered(y[len(y_train) :], list(map(str, names)), list(map(str, test_names)))
+    groups = None if groups_train is None else _numbers([*groups_train, *(groups_test or ())])
     rows = np.arange(len(y))
     test = rows[len(y_train) :]
     if not len(test):
@@ -175,6 +213,25 @@ def _dataset(parts: Sequence[tuple[Any, Any, Any]], names: Sequence[str] | None,
     group_arrays = (None, None) if groups is None else (groups[train], groups[test])
     count = count_classes(y) if classes is None else len(classes)
     return Dataset(name, x[train], y[train], x[test], y[test], count, classes, *group_arrays)
+
+
+def _renumbered(y: np.ndarray, names: Sequence[str], own: Sequence[str]) -> np.ndarray:
+    """Labels [n] of classes that are called `own`, by their numbers in `names`; UserError if one is not there."""
+    unknown = [label for label in own if label not in names]
+    if unknown and names != own:
+        raise UserError(f"the test set has a class {unknown[0]} that the training set has not: name classes alike.")
+    return np.asarray([names.index(label) for label in own])[y] if names != own and y.size else y
+
+
+def _numbers(groups: Sequence[Any]) -> np.ndarray:
+    """Numbers from 0 of writers or domains [n], in the order of their names."""
+    try:
+        known, numbers = np.unique(groups, return_inverse=True)
+    except (TypeError, ValueError):  # names beside None
+        known = np.asarray([np.nan])
+    if known.dtype.kind not in "iufUS" or (known.dtype.kind == "f" and not np.isfinite(known).all()):
+        raise UserError("groups must be a number or name for each sample: fill in those that are missing.")
+    return numbers
 
 
 def _stack(images: Sequence[Any]) -> np.ndarray:

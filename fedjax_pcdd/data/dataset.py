@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, shortened
 
 # A function of "train" or "test" and its labels [n]: positions of the samples to keep, None for all of them.
 Keep = Callable[[str, np.ndarray], np.ndarray | None]
@@ -55,6 +55,8 @@ class Dataset:
     text: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise UserError(f"of a data set must be a text, not {shortened(self.name)}.", field="name")
         for part in ("train", "test"):
             self._check(part)
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
@@ -82,6 +84,8 @@ class Dataset:
             self._reject(f"x_{part} must be a NumPy array, not a {type(x).__name__}: see `fp.from_arrays`")
         if x.dtype not in (np.uint8, np.float32) or x.ndim != 4:
             self._reject(f"x_{part} must be uint8 or float32 [n, H, W, channels], not {x.dtype} {list(x.shape)}")
+        if x.dtype == np.float32 and not isinstance(x, np.memmap) and not np.isfinite(x.sum(dtype=np.float64)):
+            self._reject(f"x_{part} holds numbers that are not finite: replace or remove these samples")
         y = np.asarray(y)
         if y.shape != (len(x),):
             self._reject(
@@ -155,7 +159,7 @@ def _has_levels(x: np.ndarray, name: str) -> bool:
     if not x.size:
         return x.dtype == np.uint8
     if x.dtype == np.uint8:  # there may be more of them than fit into memory
-        return x[:LOOKED_AT].max() != 1 or x.max() != 1
+        return x[:LOOKED_AT].max() > 1 or x.max() != 1
     low, high = x.min(), x.max()
     if low < 0 or high > 255:
         warnings.warn(

@@ -14,6 +14,7 @@ import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partition, several, whole_numbers
+from fedjax_pcdd.data.text import places
 from fedjax_pcdd.errors import UserError, check_file, shortened
 
 MOST_LABELLED_CELLS = 300
@@ -47,9 +48,7 @@ class Federation:
         for part, lists in zip(("training", "test"), self.partition, strict=True):
             whole_numbers(lists, "the partition", part)
         object.__setattr__(self, "partition", Partition(*map(Lists.of, self.partition)))
-        validation = self._lists[0] if self.validation is None else self.validation
-        if len(validation) != self.num_clients:
-            raise UserError(f"{self.num_clients} clients need as many validation lists, not {len(validation)}.")
+        validation = self._lists[0] if self.validation is None else self._validation(self.validation)
         for part, lists in (("train", self._lists[0]), ("train", validation), ("test", self._lists[1])):
             samples = len(getattr(self.dataset, f"y_{part}"))
             outside = lists.flat[(lists.flat < 0) | (lists.flat >= samples)]
@@ -58,9 +57,21 @@ class Federation:
                     f"the partition has {part} sample {outside[0]}, and '{self.dataset.name}' has {samples}, counted "
                     "from 0: make the partition for this data set."
                 )
+        trained = [] if self.validation is None else np.intersect1d(validation.flat, self._lists[0].flat)
+        if len(trained):
+            raise UserError(f"sample {trained[0]} is in a validation and in a training list: take it out of one.")
 
     def __repr__(self):
         return f"Federation({self.num_clients} clients of {self.dataset!r})"
+
+    def _validation(self, given: Any) -> Lists:
+        """The validation lists, converted; UserError if there are not K lists of integers."""
+        if not several(given) or len(given) != self.num_clients:
+            number = len(given) if several(given) else shortened(given)
+            raise UserError(f"{self.num_clients} clients need as many validation lists, not {number}.")
+        whole_numbers(given, "the partition", "validation")
+        object.__setattr__(self, "validation", lists := Lists.of(given))
+        return lists
 
     @property
     def _lists(self) -> tuple[Lists, Lists]:
@@ -129,7 +140,8 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
     """The federation with a share of each client's training samples kept for validation.
 
     They are drawn class by class: each class of a client gives up its share to within one sample, and the client's
-    total is rounded. The draw depends on the seed and the partition alone.
+    total is rounded. The draw depends on the seed and the partition alone. Of a text, they are each client's last
+    windows, and no window that shares a character with them is trained on.
 
     Args:
       share: in (0, 1).
@@ -142,16 +154,31 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
         advice = "drop `doubled`, or give each sample to one client once"
         raise UserError(f"`validation` cannot be kept out of training where samples are dealt twice: {advice}.")
     owners, chance = np.repeat(np.arange(len(lists)), lists.sizes), np.random.default_rng([seed, *b"validation"])
-    order = np.lexsort((chance.random(len(owners)), y[lists.flat], owners))  # class by class within each client
     rank = np.arange(len(owners)) - np.repeat(lists.starts, lists.sizes)
-    drawn = np.floor((rank + 1) * share + 0.5) > np.floor(rank * share + 0.5)
-    kept = np.ones(len(owners), bool)
-    kept[order[drawn]] = False
-    train, validation = (Lists(lists.flat[m], np.bincount(owners[m], minlength=len(lists))) for m in (kept, ~kept))
+    held = np.zeros(len(owners), bool)
+    if federation.dataset.text:
+        order = np.lexsort((lists.flat, owners))
+        held[order] = rank >= np.repeat(lists.sizes - np.floor(lists.sizes * share + 0.5), lists.sizes)
+        kept = ~held & ~_near(places(federation.dataset)[lists.flat], held, federation.dataset.x_train.shape[1])
+        wanted = np.floor(np.bincount(owners[kept], minlength=len(lists)) * share / (1 - share) + 0.5)
+        held[order] &= rank >= np.repeat(lists.sizes - wanted, lists.sizes)  # the share of what is left
+    else:
+        order = np.lexsort((chance.random(len(owners)), y[lists.flat], owners))  # class by class within each client
+        held[order] = np.floor((rank + 1) * share + 0.5) > np.floor(rank * share + 0.5)
+        kept = ~held
+    train, validation = (Lists(lists.flat[m], np.bincount(owners[m], minlength=len(lists))) for m in (kept, held))
     emptied = np.flatnonzero((train.sizes == 0) & (lists.sizes > 0))
     if len(emptied):
         raise UserError(f"`validation={share:g}` leaves client {emptied[0]} without a training sample: lower it.")
     return replace(federation, partition=Partition(train, federation.partition.test), validation=validation)
+
+
+def _near(places: np.ndarray, held: np.ndarray, length: int) -> np.ndarray:
+    """Which of the places [n] are at most `length` from one that is held, [n] booleans."""
+    ends = np.sort(places[held])
+    after = np.searchsorted(ends, places)
+    neighbours = (ends[np.clip(i, 0, len(ends) - 1)] for i in (after - 1, after)) if len(ends) else ()
+    return np.any([np.abs(places - neighbour) <= length for neighbour in neighbours], axis=0) if len(ends) else held
 
 
 class Map(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images
+from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images, count_classes
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, failed_write, in_one_line, is_there, shortened
 
@@ -89,8 +89,8 @@ def write_federation(
         raise failed_write(error, folder, "another folder") from error
     try:
         with ExitStack() as files:
-            largest = _write_clients(temporary, clients, files)
-        _write_meta(temporary, name or folder.name, largest, num_classes, class_names, text)
+            labels = _write_clients(temporary, clients, files)
+        _write_meta(temporary, name or folder.name, labels, num_classes, class_names, text)
         temporary.rename(folder)
     except OSError as error:
         raise failed_write(error, folder, "another folder") from error
@@ -100,12 +100,14 @@ def write_federation(
 
 
 def _write_meta(
-    folder: Path, name: str, largest: int, classes: int | None, names: Sequence[str] | None, text: bool
+    folder: Path, name: str, labels: np.ndarray, classes: int | None, names: Sequence[str] | None, text: bool
 ) -> None:
     """Write what is known beside the samples; UserError if labels need more classes."""
-    count = largest + 1 if classes is None else int(classes)
+    largest = int(labels.max())
     if classes is None and largest >= MOST_CLASSES:
         raise UserError(f"labels run to {largest}, which is no class: number them from 0, or give `num_classes`.")
+    counted = count_classes(labels) if classes is None and names is None else max(len(names or ()), largest + 1)
+    count = counted if classes is None else int(classes)
     if largest >= count:
         raise UserError(f"labels run to {largest}, but there are {count} classes: give `num_classes` as it is.")
     if names is not None and len(names) != count:
@@ -125,11 +127,11 @@ def _clients_of(federation: Federation) -> Iterator[tuple[np.ndarray, ...]]:
         yield data.x_train[train_rows], data.y_train[train_rows], data.x_test[test_rows], data.y_test[test_rows]
 
 
-def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitStack) -> int:
-    """Write the samples of all clients and return the largest label."""
+def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitStack) -> np.ndarray:
+    """Write the samples of all clients and return the labels that occur."""
     files: dict[str, _Growing] = {}
     sizes: dict[str, list[int]] = {part: [] for part in _PARTS}
-    largest, brightest = -1, 0
+    known, brightest = np.zeros(0, int), 0
     if not isinstance(clients, Iterable):
         raise UserError(f"takes the samples of one client after another, not {shortened(clients)}.", field="clients")
     for k, samples in enumerate(clients):
@@ -140,13 +142,15 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
             if y.ndim != 1:
                 raise UserError(f"the {part} labels of client {k} must be integers [n], not {shortened(y)}.")
             sizes[part].append(len(y))
+            if not len(y) and np.size(x):
+                raise UserError(f"the {part} samples of client {k} have no labels: give one for each.")
             if not len(y):
                 continue
-            given = np.asarray(x).dtype
+            given, is_image = np.asarray(x).dtype, np.ndim(x) > 2
             x, is_integer = as_images(x, f"the {part} samples of client {k}"), given.kind in "iu"
             if y.dtype.kind not in "iu" or y.shape != (len(x),) or not 0 <= y.min() <= y.max() < 2**31:
                 raise UserError(f"the {part} labels of client {k} must be {len(x)} integers from 0.")
-            if given == np.uint8:  # one client's images may be black; those of all are looked at below
+            if given == np.uint8 and is_image:  # one client's images may be black; those of all are looked at below
                 x, brightest = x.astype(np.uint8), max(brightest, int(x.max()))
             files = files or _opened(folder, x, opened)
             file = files[f"x_{part}"]
@@ -159,14 +163,14 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
                 )
             file.append(x)
             files[f"y_{part}"].append(y)
-            largest = max(largest, int(y.max()))
+            known = np.union1d(known, y)
     if not files:
         raise UserError("there are no clients with samples: give (x_train, y_train, x_test, y_test) of each.")
     if files["x_train"].dtype == np.uint8 and brightest == 1:
         raise UserError("all images are 0 or 1 in uint8, which would be divided by 255: give them as float32.")
     for part, counts in sizes.items():
         np.save(folder / f"offsets_{part}.npy", np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
-    return largest
+    return known
 
 
 def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growing]:

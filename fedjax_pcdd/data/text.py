@@ -70,6 +70,22 @@ def split(stream: np.ndarray, window: int, stride: int) -> tuple[np.ndarray, np.
     return windows[: max(first_test - overlapping, 0)], windows[first_test:]
 
 
+def places(dataset: Dataset) -> np.ndarray:
+    """Where the training windows of a text begin, [n] int64; windows that share a character are at most T apart.
+
+    The file that says so is not needed: of two windows that follow each other within a speaker, the second begins where
+    it continues the first, at the earliest such character.
+    """
+    count, length = dataset.x_train.shape[:2]
+    windows = np.column_stack([dataset.x_train.reshape(count, length), dataset.y_train]).astype(dataset.x_train.dtype)
+    steps, speakers = np.full(count, length + 1), dataset.groups_train
+    left = np.arange(1, count) if speakers is None else 1 + np.flatnonzero(speakers[1:] == speakers[:-1])
+    for step in range(1, length + 1):
+        continues = (windows[left - 1, step:] == windows[left, : length + 1 - step]).all(1)
+        steps[left[continues]], left = step, left[~continues]
+    return np.cumsum(steps)
+
+
 def _streams(arrays: dict[str, np.ndarray], codes: np.ndarray) -> dict[int, np.ndarray]:
     """The text of each speaker, as codes, by the speaker's number."""
     newline = codes[arrays["text"] == ord("\n")][:1]

@@ -395,17 +395,21 @@ class Simulation(Planner):
           epochs: as requested by the user.
           tests_epochs: also test clients before every epoch.
         """
-        setting = self.program.setting
         experiments = [
-            e._replace(
-                method=of_kind(e.method, "fine_tuner", e.method.fine_tuner(setting, epochs), Method),
-                local=replace(e.local, epochs=epochs, local_steps=None, lr_steps=()),
+            experiment._replace(
+                method=self.tuning_method(e, epochs),
+                local=replace(experiment.local, epochs=epochs, local_steps=None, lr_steps=()),
             )
-            for e in self.experiments
+            for e, experiment in enumerate(self.experiments)
         ]
         off_device = self.execution.client_state != "device" or self.streamed
-        cohort = self.cohort_size if off_device else setting.num_clients
+        cohort = self.cohort_size if off_device else self.program.setting.num_clients
         return self.alike(experiments, cohort, tests_epochs=tests_epochs)
+
+    def tuning_method(self, e: int, epochs: int) -> Method:
+        """The method by which the clients of experiment `e` fine-tune for `epochs` epochs."""
+        method = self.experiments[e].method
+        return of_kind(method, "fine_tuner", method.fine_tuner(self.program.setting, epochs), Method)
 
     def alike(
         self, experiments: Sequence[Experiment], cohort: int, *, tests_epochs: bool = False,

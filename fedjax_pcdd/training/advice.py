@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pcdd import models
+from fedjax_pcdd.data.dataset import LOOKED_AT, Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.data.partition import asked_for
@@ -50,6 +51,14 @@ def twice(federation: Federation) -> list[str]:
     first = int(owners[order][1:][again][0]) if again.any() else None
     end = "which then counts as often: correct the lists, unless that is meant."
     return [] if first is None else [f"`partition` gives client {first} a sample more than once, {end}"]
+
+
+def on_other_scale(dataset: Dataset) -> list[str]:
+    """A sentence if clients' images are numbers outside of [0, 1], to which public images are scaled."""
+    x = dataset.x_train[:LOOKED_AT] if dataset.x_train.dtype == np.float32 else np.zeros(1)
+    low, high = x.min(), x.max()
+    sentence = f"`public` images reach models scaled to [0, 1], the clients' run from {low:g} to {high:g}: scale these."
+    return [sentence] * bool(low < 0 or high > 1)
 
 
 def _too_late(config: RunConfig) -> list[str]:

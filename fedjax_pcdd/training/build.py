@@ -33,8 +33,7 @@ def load(config: RunConfig) -> Dataset:
 def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
     """The data set, loaded unless it is given, divided among the clients."""
     dataset = load(config) if dataset is None else dataset
-    if not len(dataset.y_test):
-        raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
+    _check_tests(dataset)
     client_lists = partition(
         config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes,
         clients=config.clients, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,
@@ -71,12 +70,19 @@ def _check_share(config: RunConfig, federation: Federation) -> None:
         )
 
 
+def _check_tests(dataset: Dataset) -> None:
+    """Raise UserError if there are no test samples."""
+    if not len(dataset.y_test):
+        raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
+
+
 def validated(config: RunConfig, federation: Federation) -> Federation:
     """The federation, with validation samples held out if the options ask for them and it has none.
 
     Raises:
-      UserError: it keeps another share than the options ask for, or none can be kept.
+      UserError: it keeps another share than the options ask for, none can be kept, or there are no test samples.
     """
+    _check_tests(federation.dataset)
     if config.validation is None:
         return federation
     if federation.validation is not None:

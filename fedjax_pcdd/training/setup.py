@@ -21,14 +21,14 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import Say, UserError
-from fedjax_pcdd.methods import Method
+from fedjax_pcdd.methods import Method, Traits
 from fedjax_pcdd.methods.checks import built
-from fedjax_pcdd.methods.declared import misspelt
+from fedjax_pcdd.methods.declared import check_declared, misspelt
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
-from fedjax_pcdd.training.advice import about_neck, about_norms, too_few, twice, unused
+from fedjax_pcdd.training.advice import about_neck, about_norms, on_other_scale, too_few, twice, unused
 from fedjax_pcdd.training.build import (
     availability_of,
     build_model,
@@ -195,6 +195,8 @@ class Setup:
         options = {"text": text, "own": config.augmentation, "seed": config.seed}
         private = private or augment.pipeline(dataset, config.augment, shape, **options)
         augment.check_own(private, shape, federation.dataset.x_train.dtype)
+        if self.given.pipeline:
+            return private, replace(private, crop="none", flip=False, rotate=0.0, own=None)
         return private, augment.pipeline(dataset, False, shape, text=text)
 
     def _unusual_pipeline(self) -> augment.Pipeline | None:
@@ -226,6 +228,8 @@ class Setup:
         if cohort is not None and cohort > clients:
             raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
         self._check_protocol(e)
+        if self.tunes:
+            check_declared(self.simulation.tuning_method(e, self.config.fine_tune_epochs), Traits)
         if not self.simulation.sizes[e].any():
             raise UserError("no client has any training samples: give them some.")
         if not (self.simulation.steps[e] > 0).any():
@@ -260,6 +264,8 @@ class Setup:
         layers = about_neck(config.neck, model) + about_norms(config.bn, model, first_simulation.image_shape)
         sentences = unused(config, method.traits()) + layers + misspelt(method, Method)
         sentences += too_few(config, self.federations[e]) + twice(self.federations[e])
+        if method.traits().needs_public:
+            sentences += on_other_scale(self.federations[e].dataset)
         return sentences + self.simulation.advice[e] + self._calibration[e]
 
     def start(self) -> State:

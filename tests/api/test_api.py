@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,57 @@ def test_a_loaded_data_set_knows_the_options_that_load_it_again(tmp_path):
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     assert options_that_load(fp.load_dataset("mine", tmp_path)) == {"dataset": "mine", "data_dir": tmp_path}
     assert options_that_load(fp.from_arrays(x, y, x, y)) is None
+    assert options_that_load(fp.load_dataset("digits", tmp_path)) == {"dataset": "digits"}
+
+
+@pytest.mark.parametrize("private", ["digits", "mine"])
+def test_public_images_are_read_from_the_folder_that_is_asked_for_with_a_run_folder_or_without(tmp_path, private):
+    x, y = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8), np.arange(40) % 4
+    for place, images in (("a", x), ("b", 255 - x)):
+        (tmp_path / place).mkdir()
+        np.savez(tmp_path / place / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+        np.savez(tmp_path / place / "other.npz", x=images)
+    federation = fp.partition(fp.load_dataset(private, tmp_path / "b"), "iid", clients=2)
+    options = {"public": "other", "public_samples": 8, "data_dir": tmp_path / "a", "model": "mlp", **small(rounds=1)}
+    history = fp.simulate(federation, "feddf", run_dir=tmp_path / "run", **options)
+    images = history.simulation.data.public
+    np.testing.assert_array_equal(images, fp.simulate(federation, "feddf", **options).simulation.data.public)
+    assert {x.tobytes() for x in np.asarray(images)} <= {x.tobytes() for x in x}
+    given = {} if private == "digits" else {"federation": federation}
+    assert fp.load_run(tmp_path / "run", **given).rows == history.rows
+
+
+def test_a_run_is_loaded_from_another_working_directory(tmp_path, monkeypatch):
+    x, y = np.arange(20 * 36, dtype=np.uint8).reshape(20, 6, 6), np.arange(20) % 2
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    monkeypatch.chdir(tmp_path)
+    federation = fp.partition(fp.load_dataset("mine", "."), "iid", clients=2)
+    history = fp.simulate(federation, "fedavg", model="mlp", run_dir="run", **small(rounds=1))
+    monkeypatch.chdir("/")
+    assert fp.load_run(tmp_path / "run").rows == history.rows
+
+
+def test_public_images_are_normalised_as_private_ones_by_a_pipeline_that_is_given(tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8)
+    np.savez(tmp_path / "other.npz", x=x)
+    given = fp.Pipeline(mean=(0.3,), std=(0.1,), flip=True, crop="zero", padding=1)
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    options = {"public": "other", "public_samples": 8, "data_dir": tmp_path, **small(rounds=1)}
+    simulation = fp.simulate(federation, "feddf", pipeline=given, **options).simulation
+    assert simulation.program.public_pipeline == fp.Pipeline(mean=(0.3,), std=(0.1,), padding=1)
+
+
+@pytest.mark.parametrize(("low", "high", "warned"), [(-1.0, 1.0, True), (0.0, 1.0, False), (0.0, 3.0, True)])
+def test_private_numbers_on_another_scale_than_public_images_are_warned_of(tmp_path, low, high, warned):
+    np.savez(tmp_path / "other.npz", x=np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8))
+    x, y = np.linspace(low, high, 20 * 64).reshape(20, 8, 8), np.arange(20) % 2
+    federation = fp.partition(fp.from_arrays(x, y, x, y), "iid", clients=2)
+    options = {"public": "other", "public_samples": 8, "data_dir": tmp_path, "model": "mlp", **small(rounds=1)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fp.simulate(federation, "feddf", **options)
+    sentence = f"public images reach models scaled to [0, 1], the clients' run from {low:g} to {high:g}: scale these."
+    assert (sentence in {str(w.message) for w in caught}) == warned
 
 
 def test_classes_are_counted_over_training_and_test_labels():
@@ -426,6 +478,20 @@ def test_build_model_uses_the_requested_norm():
     assert {norm: fp.models.uses_batch_norm(model, (8, 8, 3)) for norm, model in models.items()} == {
         "batch": True, "group": False,
     }  # fmt: skip
+
+
+def test_names_give_the_number_of_classes_and_texts_of_pandas_are_groups():
+    groups = (np.array(["a", "b"], object), ["b"])
+    data = fp.from_arrays([[0.0], [1.0]], [0, 1], [[0.5]], [1], class_names=["a", "b", "c"], groups=groups)
+    assert (data.num_classes, data.groups_train.tolist()) == (3, ["a", "b"])
+
+
+def test_images_of_0_and_1_of_which_the_first_are_black_are_no_levels():
+    x = np.zeros((1500, 2, 2), np.uint8)
+    x[1400:] = 1
+    y = np.arange(1500) % 2
+    assert fp.from_arrays(x, y, x, y).x_train.max() == np.float32(1)
+    assert fp.from_arrays(x, y, x, y).x_train.dtype == np.float32
 
 
 def test_float_images_are_kept_as_float32():

@@ -66,6 +66,18 @@ class Tunes(fp.Method):
 
 
 @struct.dataclass
+class Worded(fp.Method):
+    words: str = "many"
+
+
+@struct.dataclass
+class TunesByWords(fp.Method):
+    def fine_tuner(self, setting, epochs):
+        """Returns a method that cannot be traced."""
+        return Worded()
+
+
+@struct.dataclass
 class Rules(fp.ServerOptimised):
     server_lr: float = 1.0
 
@@ -92,6 +104,10 @@ MISTAKES = {
         lambda: simulate(method=Tunes(), fine_tune_epochs=1),
         "Tunes.fine_tuner must return a Method, not NoneType",
     ),
+    "a method that tunes by words": (
+        lambda: simulate(method=TunesByWords(), fine_tune_epochs=1, rounds=10**6),
+        "Worded.words is a text, which cannot be traced",
+    ),
     "a rule that is none": (lambda: simulate(method=Rules()), "Rules.server_rule must return a GradientTransformation"),
     "a gradient in place of a step": (
         lambda: simulate(method=Evaluates()),
@@ -117,6 +133,33 @@ MISTAKES = {
     "a hyper-parameter in words": (lambda: check_method(fp.FedProx, mu="a"), "mu takes a number, not 'a'"),
     "a hyper-parameter below": (lambda: check_method(fp.FedProx, mu=-3), "mu must be at least 0"),
     "numbers that are not finite": (lambda: fp.from_arrays(NAN, Y, X / 255, Y), "x_train holds numbers that are not"),
+    "a hand-made data set with gaps": (
+        lambda: fp.Dataset("own", NAN.astype(np.float32), Y, NAN.astype(np.float32), Y, 3),
+        "x_train holds numbers that are not finite",
+    ),
+    "a name by number": (lambda: fp.from_arrays(X, Y, X, Y, name=3), "name of a data set must be a text, not 3"),
+    "a name for too few classes": (
+        lambda: fp.from_arrays(X, Y, X, Y, class_names=["a"]),
+        "class_names must name 3 classes, not 1",
+    ),
+    "no tests": (
+        lambda: fp.simulate(
+            fp.Federation(fp.Dataset("own", X, Y, X[:0], Y[:0], 3), fp.Partition([[0], [1]], [[], []]))
+        ),
+        "data set 'own' has no test samples",
+    ),
+    "samples to train on and to choose by": (
+        lambda: fp.Federation(DATA, fp.Partition([[0, 1], [2]], [[0], [1]]), [[3], [1]]),
+        "sample 1 is in a validation and in a training list",
+    ),
+    "too few validation lists": (
+        lambda: fp.Federation(DATA, fp.Partition([[0], [2]], [[0], [1]]), [[3]]),
+        "2 clients need as many validation lists, not 1",
+    ),
+    "validation in words": (
+        lambda: fp.Federation(DATA, fp.Partition([[0], [2]], [[0], [1]]), "few"),
+        "2 clients need as many validation lists, not 'few'",
+    ),
     "no samples": (lambda: fp.from_arrays(X[:0], Y[:0], X, Y), "x_train holds no samples"),
     "samples of several sizes": (lambda: fp.from_arrays([[1], [1, 2]], [0, 1], X, Y), "x_train holds samples of sev"),
     "labels as numbers with a point": (lambda: fp.from_arrays(X, Y + 0.5, X, Y), "y_train must be one integer"),

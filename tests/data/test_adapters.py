@@ -209,3 +209,82 @@ def test_unsuitable_folders_are_named(folder, tmp_path):
     (folder / "train/cat/notes.txt").write_text("nothing to see")
     with pytest.raises(fp.UserError, match=r"notes\.txt is not an image"):
         fp.from_folder(folder)
+
+
+def test_folders_beside_train_and_test_are_named_and_images_below_a_class_are_read(folder):
+    (folder / "testing").mkdir()
+    (folder / "train/cat/more").mkdir()
+    Pillow.fromarray(IMAGES[0]).save(folder / "train/cat/more/a.png")
+    with pytest.warns(UserWarning, match="only train and test are read of .*pets, not testing"):
+        data = fp.from_folder(folder)
+    assert np.bincount(data.y_train).tolist() == [7, 6]
+    (folder / "test").mkdir()
+    with pytest.raises(fp.UserError, match=r"pets/test has no folders: put the images of each class"):
+        fp.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("features", "options", "used"),
+    [
+        ({"domain": ClassLabel(), "label": ClassLabel()}, {}, "label"),
+        ({"domain": ClassLabel(), "label": ClassLabel()}, {"label": "domain"}, "domain"),
+        ({"domain": object(), "label": object(), "y": object()}, {}, "label"),
+        ({"domain": ClassLabel(), "label": object()}, {}, "any of the columns label, domain may hold labels: name the"),
+        ({"domain": ClassLabel(), "kind": ClassLabel()}, {}, "any of the columns domain, kind may hold labels"),
+    ],
+)
+def test_of_several_columns_of_labels_that_with_a_usual_name_is_taken(features, options, used):
+    kind = type("Rows", (Split,), {"features": {"pixels": Image(), **features}})
+    rows = kind(
+        {"pixels": Pillow.fromarray(x), **{name: int(name == used and y) for name in features}}
+        for x, y in zip(IMAGES, LABELS, strict=True)
+    )
+    if used in features:
+        assert set(fp.from_huggingface(rows, **options).y_train.tolist()) == {0, 1}
+    else:
+        with pytest.raises(fp.UserError, match=used):
+            fp.from_huggingface(rows, **options)
+
+
+def test_columns_that_the_tests_lack_are_named():
+    tests = type("Rows", (Split,), {"features": {"pixels": Image()}})(split((12, 20)))
+    with pytest.raises(fp.UserError, match="no column 'kind'"):
+        fp.from_huggingface({"train": split((0, 12)), "test": tests})
+
+
+def test_tests_that_number_classes_otherwise_are_renumbered_by_the_names():
+    pairs = [(Pillow.fromarray(x), int(y)) for x, y in zip(IMAGES, LABELS, strict=True)]
+    train, dogs = Items(pairs, classes=["ant", "cat", "dog"]), Items(pairs, classes=["cat", "dog"])
+    np.testing.assert_array_equal(fp.from_torch(train, dogs).y_test, LABELS + 1)
+    with pytest.raises(fp.UserError, match="the test set has a class ant that the training set has not"):
+        fp.from_torch(dogs, train)
+    other = type("Other", (ClassLabel,), {"names": ("dog", "cat")})
+    other.__name__ = "ClassLabel"
+    tests = type("Rows", (Split,), {"features": Split.features | {"kind": other()}})(split((12, 20)))
+    data = fp.from_huggingface({"train": split((0, 12)), "test": tests})
+    np.testing.assert_array_equal(data.y_test, 1 - LABELS[12:])
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_missing_groups_are_named(missing):
+    rows = split((0, 20))
+    rows[3]["writer"] = missing
+    if missing is not None:
+        for i, row in enumerate(rows):
+            row["writer"] = missing if i == 3 else float(i % 3)
+    with pytest.raises(fp.UserError, match="groups must be a number or name for each sample: fill in those that"):
+        fp.from_huggingface(rows, groups="writer")
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"data": [IMAGES[0], IMAGES[1][:3]], "targets": LABELS, "transform": print},
+        {"data": [IMAGES[0], IMAGES[1][:3]], "targets": LABELS},
+        {"data": IMAGES, "targets": None},
+        {"data": IMAGES, "labels": {"a": 1}},
+    ],
+)
+def test_attributes_that_are_no_arrays_are_passed_over(attributes):
+    pairs = [(Pillow.fromarray(x), int(y)) for x, y in zip(IMAGES, LABELS, strict=True)]
+    assert len(fp.from_torch(Items(pairs, **attributes)).y_train) == 16

@@ -53,6 +53,25 @@ def test_clients_are_loaded_with_the_samples_that_were_written(folder):
         np.testing.assert_array_equal(data.y_test[lists.test[k]], y_test)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])
+def test_tables_are_kept_as_they_are_whatever_their_type(tmp_path, dtype):
+    table, y = np.arange(24).reshape(4, 6).astype(dtype), [0, 1, 0, 1]
+    data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", [(table, y, table, y)])))
+    np.testing.assert_array_equal(data.x_train, fp.from_arrays(table, y, table, y).x_train)
+    assert data.x_train.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"), [([1, 2, 3], "labels begin at 1"), ([0, 200, 300], "labels name 3 of 301")]
+)
+def test_labels_with_gaps_are_warned_of_unless_the_classes_are_named(tmp_path, labels, sentence):
+    clients = [(np.zeros((3, 4, 4, 1)), labels)]
+    with pytest.warns(UserWarning, match=sentence):
+        fp.write_federation(tmp_path / "own", clients)
+    folder = fp.write_federation(tmp_path / "named", clients, class_names=[str(i) for i in range(400)])
+    assert fp.load_dataset(str(folder)).num_classes == 400
+
+
 def test_clients_without_test_samples_are_loaded_too(tmp_path):
     clients = [(x, y) for x, y, *_ in client_samples()]
     data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", clients)))
@@ -193,6 +212,7 @@ def test_inconsistent_files_are_refused_with_one_sentence(folder):
         ([], "there are no clients with samples"),
         ([(np.zeros((2, 4, 4)), [0, 1]), (np.zeros((2, 4, 5)), [0, 1])], "samples of client 1 are float32 .4, 5, 1."),
         ([(np.zeros((2, 4, 4)), [0])], "labels of client 0 must be 2 integers"),
+        ([(np.zeros((2, 4, 4)), [0, 1], np.zeros((2, 4, 4)), [])], "the test samples of client 0 have no labels"),
         ([(np.zeros((2, 4, 4)), [0, 5])], "labels run to 5, but there are 3 classes"),
     ],
 )

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from toy import train
 
+import fedjax_pcdd as fp
 from fedjax_pcdd import models
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import augment, memory, npz, sources
-from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.federation import Federation, hold_out
 from fedjax_pcdd.data.partition import natural
 from fedjax_pcdd.data.text import read_text, split
 from fedjax_pcdd.engine.execution import Execution
@@ -299,6 +300,29 @@ def test_mistakes_on_the_command_line_are_one_sentence(tmp_path, capsys, options
     assert main(["--dataset=play", "--partition=natural", *folders, *options]) == 2
     assert capsys.readouterr().err == sentence
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("stride", "kept"), [(1, None), (3, None), (12, None), (1, 120)])
+@pytest.mark.parametrize("kind", ["natural", "iid"])
+def test_no_validation_window_shares_a_character_with_one_that_is_trained_on(kind, stride, kept):
+    random = np.random.default_rng(0)
+    text = random.integers(0, 20, 900, np.uint8)
+    arrays = {"speech_start": np.array([0, 500]), "speech_end": np.array([500, 900]), "speech_speaker": np.arange(2)}
+    data = read_text({"text": text, "window": np.array(8), "stride": np.array(stride), **arrays}, "play")
+    starts = [stride * np.arange(sum(data.groups_train == k)) for k in (0, 1)]
+    at = np.concatenate([starts[0], 500 + starts[1]])  # of each window in the text
+    if kept is not None:
+        rows = np.sort(random.permutation(len(at))[:kept])
+        data, at = data.take(train=rows), at[rows]
+    whole = fp.partition(data, kind, clients=2)
+    federation = hold_out(whole, 0.2, 0)
+    read = [{c for row in lists.flat for c in range(at[row], at[row] + 9)} for lists in
+            (federation.partition.train, federation.validation)]  # fmt: skip
+    assert not read[0] & read[1]
+    shares = federation.validation.sizes / (federation.validation.sizes + federation.sizes)
+    np.testing.assert_allclose(shares, 0.2, atol=0.5 / federation.sizes.min())
+    assert federation.sizes.sum() + federation.validation.flat.size > len(at) - 2 * 2 * (9 + 2)
+    np.testing.assert_array_equal(federation.partition.test.flat, whole.partition.test.flat)
 
 
 def natural_sizes(folder, **options):
