@@ -15,12 +15,12 @@ MOST_NAMED = 3  # comparisons that a sentence names
 HEADING = """## In ten sentences
 
 Each is computed from the results below. Differences are in percent points, with their 95 % interval over the seeds in
-brackets. *Clearly* means by a single paired t-test at the level 0.05, which is more lenient than the verdicts of this
-page; where three seeds did not decide, two were added for some comparisons, for which nothing is corrected. `fmnist`
-behind a split means the images of Fashion-MNIST, where the paper prints a number for CIFAR-10. For each scale a
-sentence names the comparison with the most seeds (among equals the one nearest to the paper's table, then the one with
-the largest printed difference), followed by how many comparisons there are and how they came out. Options in brackets
-behind a split are those that the preset no longer has; † is explained below.
+brackets. *Clearly* means by a single paired t-test at the level 0.05, for PA by the best and by the last model, which
+is more lenient than the verdicts of this page; where three seeds did not decide, two were added for some comparisons,
+for which nothing is corrected. `fmnist` behind a split means the images of Fashion-MNIST, where the paper prints a
+number for CIFAR-10. For each scale a sentence names the comparison with the most seeds (among equals the one nearest to
+the paper's table, then the one with the largest printed difference), followed by how many comparisons there are and how
+they came out. Options in brackets behind a split are those that the preset no longer has; † is explained below.
 """
 
 

@@ -173,7 +173,9 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
         yield stage
         chosen_on = configure(stage[0].given)[0].select_on
         measure = "ga_validation_best" if chosen_on == "validation" else "ga_best"
-        score = {row["experiment"]: round(row[measure] or 0.0, DIGITS) for row in summarise(stage, results)}
+        rows = summarise(stage, results)
+        shares = {row["experiment"]: row["seeds"] / (row["seeds"] + row["failed"]) for row in rows}  # a failure is 0
+        score = {(name := row["experiment"]): round((row[measure] or 0.0) * shares[name], DIGITS) for row in rows}
         best_first = sorted(stage, key=lambda e: score[e.group], reverse=True)
         for experiment in best_first[::-1]:  # so the first of the best of each method decides
             name = searched[experiment.given["method"]][depth : depth + 1]

@@ -31,6 +31,7 @@ RUN is the folder of a run, or one that holds such folders. What --track wrote i
 its last checkpoint, where the clients' models are those after the local training of one further round.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,6 +126,9 @@ def _finished(records: list[RunRecord]) -> list[RunRecord]:
     finished = [record for record in records if record.summary is not None]
     if not finished:
         raise UserError(f"{records[0].path} is unfinished: continue it with `resume={records[0].path}`.")
+    for record in records:
+        if record.summary is None:
+            print(f"left out: {record.path} {'failed' if record.failure else 'is unfinished'}.", file=sys.stderr)
     return finished
 
 

@@ -125,10 +125,13 @@ def _chosen(option: str, text: str | None, available: Sequence[str]) -> list[str
     return names
 
 
-def _ranking(page: Path, network: str, names: list[str], splits: list[str], scores: np.ndarray) -> list[str]:
-    """A network's ranks as Markdown, with a picture beside the page; [] for fewer than two methods or no split."""
+def _ranking(
+    page: Path, network: str, names: list[str], splits: list[str], scores: np.ndarray, lacking: list[str]
+) -> list[str]:
+    """A network's ranks as Markdown, with a picture beside the page; no ranks of fewer than two methods or no split."""
+    left_out = f"Without a rank in {network}, as not all splits and seeds have a result: {', '.join(lacking)}."
     if len(names) < 2 or not splits:
-        return []
+        return [f"{left_out}\n"] * bool(lacking)
     baseline = names.index(BASELINE) if BASELINE in names else None
     ranked = ranks(scores, baseline=baseline)
     picture = page.parent / "images" / f"{page.stem}_{network.replace('/', '_')}.png"
@@ -143,6 +146,7 @@ def _ranking(page: Path, network: str, names: list[str], splits: list[str], scor
         remarks += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
     else:
         remarks += " Of one split only seeds are drawn again, so that the choice of the split is not covered."
+    remarks += f" {left_out}" * bool(lacking)
     table = _ranks_table(names, ranked, baseline)
     table = replace(table, title=f"Ranks, {network}", remarks=remarks)
     image = f"![Mean ranks of {len(names)} methods with their intervals, {network}](images/{picture.name})\n"

@@ -174,5 +174,7 @@ def _files(groups, papers, runs, notes, pivots) -> dict[str, str]:
 
 
 def command_of(run: RunRecord) -> str:
-    """The command that started a run; if it is not recorded, one with the same options."""
+    """The command that started a run; if it is not recorded, one with the same options, unless there is none."""
+    if run.command is None and run.resolved.get("given"):
+        return f"in Python, with its own {', '.join(run.resolved['given'])}"
     return run.command or f"{invocation('run')} {shlex.quote(f'--preset={run.path / CONFIG}')}"

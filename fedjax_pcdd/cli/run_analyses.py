@@ -1,5 +1,6 @@
 """Analyses of runs on a data set: tables and pictures from run folders (`fedjax-pcdd analyse`)."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.build import build_model, default_model, public_outputs
 from fedjax_pcdd.training.config import RUN, parse_config
 from fedjax_pcdd.training.folder import TRACK, RunFolder
-from fedjax_pcdd.training.metrics import DIGITS
+from fedjax_pcdd.training.metrics import DIGITS, selection
 from fedjax_pcdd.training.progress import with_pa_named
 
 Options = dict[str, str]
@@ -89,8 +90,10 @@ def _last(record: RunRecord, name: str) -> dict[str, Any]:
     return {"round": round, **tracker.entry(history.state, plan[1], tracker.before(round, history.state, plan))}
 
 
-def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
-    """What a run's method sends, keeps and holds, in numbers and in words, and how many clients a round has.
+def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int, str]:
+    """What a run's method sends, keeps and holds in a round, in numbers and in words, and how many clients a round has.
+
+    Last comes "at most " if it sends less in all but the last rounds, which are the ones that are counted.
 
     Raises:
       UserError: it is a run over the domains of a task, or its data set is not available.
@@ -110,7 +113,8 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
     if record.partition is None:
         raise UserError(f"{record.path} has no partition.npz: resume the run, or leave it out.")
     cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
-    return counts, {field: in_words(getattr(counts, field), counts, dataset.num_classes) for field in names}, cohort
+    words = {field: in_words(getattr(counts, field), counts, dataset.num_classes) for field in names}
+    return counts, words, cohort, "at most " * bool((summary := method.traits().summary) and summary.last)
 
 
 def labels_of(records: Sequence[RunRecord]) -> list[str]:
@@ -129,9 +133,10 @@ def traffic(records: list[RunRecord], given: Options) -> str:
         raise UserError("is for what the papers print: leave it out beside runs.", field="preset")
     lines, pairs = [], readable(records, _counted)
     records = [record for record, _ in pairs]
-    for label, record, (_, (counts, words, cohort)) in zip(labels_of(records), records, pairs, strict=True):
+    for label, record, (_, (counts, words, cohort, at_most)) in zip(labels_of(records), records, pairs, strict=True):
         megabytes = 4e-6 * (counts.up + counts.down) * cohort
-        lines.append([label, words["down"], words["up"], f"{megabytes:.2f}", f"{megabytes * record.rounds_done:.1f}"])
+        in_all = f"{at_most}{megabytes * record.rounds_done:.1f}"
+        lines.append([label, words["down"], words["up"], f"{megabytes:.2f}", in_all])
     return table(["run", "sent down", "sent up", "MB a round", "MB in all"], lines)
 
 
@@ -175,7 +180,7 @@ def burden(records: list[RunRecord], given: Options) -> str:
     lines, ratios, pairs = [], {}, readable(records, _counted)
     members: dict[str, list[RunRecord]] = {}
     records = [record for record, _ in pairs]
-    for label, record, (_, (counts, words, _)) in zip(labels_of(records), records, pairs, strict=True):
+    for label, record, (_, (counts, words, _, _)) in zip(labels_of(records), records, pairs, strict=True):
         summary = record.result
         reference = _reference(record, records)
         seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
@@ -298,7 +303,7 @@ def _by_ew(
 
 def _chosen_on(records: list[RunRecord]) -> str:
     """What the best rounds of the runs were chosen on."""
-    return " or ".join(dict.fromkeys(record.result.get("selected_on", "test") for record in records))
+    return " or ".join(dict.fromkeys(selection(record.result) for record in records))
 
 
 def _partition_of(record: RunRecord) -> str:
@@ -319,8 +324,8 @@ def grid(records: list[RunRecord], given: Options) -> str:
         if unknown := [run for run in method_runs if "hyperparameters" not in run.resolved]:
             raise UserError(f"{unknown[0].path / 'resolved.json'} has no hyper-parameters: leave the run out.")
         hyperparameters = [run.resolved["hyperparameters"] for run in method_runs]
-        for name in [n for n in hyperparameters[0] if len({str(h[n]) for h in hyperparameters}) > 1]:
-            searched, sets = _searched(method_runs, name)
+        for name in [n for n in hyperparameters[0] if len({str(h.get(n)) for h in hyperparameters}) > 1]:
+            searched, sets = _searched([run for run in method_runs if _is_measured(run, name)], name)
             if not searched:
                 continue
             held_out = all(run.result.get("selected_on") == "validation" for runs in searched.values() for run in runs)
@@ -332,12 +337,22 @@ def grid(records: list[RunRecord], given: Options) -> str:
             best_text = _number(best) if isinstance(best, int | float) else str(best)
             numbers = [best_text, "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
             which = name if sets == 1 else f"{name} (largest of {sets} sets of runs)"
-            lines.append([split, method, which, *numbers, _number(paper), _number(gain)])
+            seeds = str(len(searched[best]))
+            lines.append([split, method, which, *numbers, seeds, _number(paper), _number(gain)])
     if not lines:
         raise UserError(
             "no runs of one method and one seed differ in a single hyper-parameter: name those of a sweep over it."
         )
-    return table(["split", "method", "", "best", "chosen on", "GA best (%)", "paper", "GA over the paper's"], lines)
+    heads = ["split", "method", "", "best", "chosen on", "GA best (%)", "seeds", "paper", "GA over the paper's"]
+    return table(heads, lines)
+
+
+def _is_measured(run: RunRecord, name: str) -> bool:
+    """Whether a run has a value of a hyper-parameter and a best GA; stderr names one that has not."""
+    if name in run.resolved["hyperparameters"] and run.result.get("ga_best") is not None:
+        return True
+    print(f"left out: {run.path} has no {name}, or no best GA.", file=sys.stderr)
+    return False
 
 
 def _means(runs_by_value: dict[Any, list[RunRecord]], measure: str) -> dict[Any, float]:
@@ -362,9 +377,15 @@ def _searched(records: list[RunRecord], name: str) -> tuple[dict[Any, list[RunRe
 
 
 def of_common_seeds(members: dict[Any, list[RunRecord]]) -> dict[Any, list[RunRecord]]:
-    """The newest runs of each value, of the seeds that all values have; {} if there is no such seed."""
+    """The newest runs of each value, of the seeds that all values have; {} if there is no such seed.
+
+    Runs that are left out are named on stderr.
+    """
     common = set.intersection(*({run.seed for run in runs} for runs in members.values()))
     kept = {value: [run for run in newest(runs) if run.seed in common] for value, runs in members.items()}
+    for run in [run for value, runs in members.items() for run in runs if run not in kept[value]]:
+        why = "repeats a seed" if run.seed in common else f"has a seed, {run.seed}, that the others beside it have not"
+        print(f"left out: {run.path} {why}.", file=sys.stderr)
     return kept if common else {}
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,12 @@ from fedjax_pcdd.errors import UserError, is_there, unreadable
 from fedjax_pcdd.training.config import RUN, partition_tag
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
 from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder, failure_of
+from fedjax_pcdd.training.outside import OUTSIDE, recorded_origins
 from fedjax_pcdd.training.presets import has_own_partition
+
+OF_DATA = "data set"
+INPUTS = (OF_DATA, "pipeline", "model object", "method object")
+"""Entries of a record's `config` besides its options: short digests of what was read or passed in as objects."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -28,7 +33,8 @@ class RunRecord:
 
     Args:
       path: the folder, as it was named.
-      config: every option by field name; options that an older run did not know have their defaults.
+      config: every option by field name, and `INPUTS` where they are recorded; options that an older run did not know
+        have their defaults.
       text: config.yaml as written.
       resolved: resolved.json: lanes, hyper-parameters as used, and preset, split, variant and command where recorded.
       rows: metrics.jsonl, accuracies as shares.
@@ -68,6 +74,16 @@ class RunRecord:
     def rounds_done(self) -> int:
         """Rounds that metrics.jsonl records."""
         return self.rows[-1]["round"] if self.rows else 0
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether a callback ended the finished run before its last round."""
+        return self.summary is not None and self.rounds_done < self.config["rounds"]
+
+    @property
+    def version(self) -> str | None:
+        """Version of this library that began the run, if it is recorded."""
+        return ((self.resolved.get("inputs") or {}).get("versions") or {}).get("fedjax-pcdd")
 
     @property
     def preset(self) -> str | None:
@@ -202,16 +218,41 @@ def read_record(path: Path) -> RunRecord:
     # The method's own options stay as written, because the method may not be available.
     run_options = convert_all({name: value for name, value in options.items() if name in RUN}, RUN, str(path / CONFIG))
     config = {name: option.default for name, option in RUN.items()} | options | run_options
+    if OUTSIDE in config:  # by content, wherever the files were
+        config[OUTSIDE] = short(
+            *sorted(o.sha256 for o in recorded_origins(config[OUTSIDE], str(path / CONFIG)).values())
+        )
     resolved, summary = folder.read_json("resolved.json") or {}, folder.summary()
     valid = all(isinstance(resolved.get(name, ""), str | None) for name in ("preset", "split", "variant", "command"))
-    if not valid or not isinstance(resolved.get("hyperparameters", {}), dict):
+    inputs = resolved.get("inputs") or {}
+    trees = (resolved.get("hyperparameters", {}), inputs, isinstance(inputs, dict) and (inputs.get("objects") or {}))
+    if not valid or not all(isinstance(tree, dict) for tree in trees):
         raise UserError(f"{path / 'resolved.json'} is damaged: resume the run, or leave it out.")
+    config |= _inputs(config, inputs)
     rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")
     record = RunRecord(path, config, text, resolved, rows, clients, summary)
     digest = record.partition  # read now, so that a damaged one is left out
     if has_own_partition(config["partition"], config["run_dir"]):
         config |= _of_own_partition(record, digest or "")
     return record
+
+
+def _inputs(config: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:
+    """`INPUTS` that a run has recorded; not its samples if options draw them by the seed."""
+    if not inputs:
+        return {}
+    objects = inputs.get("objects") or {}
+    drawn = config["train_samples"] or config["test_samples"] or config["task"]
+    found = {OF_DATA: None if drawn else inputs.get("data set"), "method object": objects.get("method")}
+    known = {name: short(str(digest)) for name, digest in found.items() if digest}
+    pipeline, model = inputs.get("pipeline"), objects.get("model")
+    known["pipeline"] = short(str(pipeline)) if pipeline else "customary"
+    return known | {"model object": short(str(model)) if model else "by name"}
+
+
+def short(*texts: str) -> str:
+    """Eight hexadecimal digits that tell texts apart."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
 
 
 def _of_own_partition(record: RunRecord, digest: str) -> dict[str, Any]:

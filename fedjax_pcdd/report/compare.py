@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.collect import OF_DATA, RunRecord
 from fedjax_pcdd.report.contents import ACCURACIES
-from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries
+from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries, unlike
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts
 from fedjax_pcdd.training.progress import with_pa_named
@@ -75,6 +75,7 @@ def _compare(
     other_entries = [entry for entry in members if entry is not first]
     notes += [f"{run.path} repeats a seed and is left out." for entry in members for run in entry.repeated]
     notes += [sentence for entry in members for run in entry.runs for sentence in _not_finite(run)]
+    notes += [f"{data}: {sentence}" for sentence in unlike(run for entry in members for run in entry.runs)]
     if not other_entries:
         notes.append(f"{data} has {first.label} alone: nothing to compare.")
     pairs = [_pairs(data, first, other, notes) for other in other_entries]
@@ -97,7 +98,7 @@ def _not_finite(run: RunRecord) -> list[str]:
 
 def _first(members: Sequence[Entry], reference: RunRecord) -> Entry | None:
     """The experiment that has the settings of a run, among those of one data set and partition."""
-    of_data = {"dataset", "task", *PARTITION}
+    of_data = {"dataset", "task", OF_DATA, *PARTITION}
     same_method = [entry for entry in members if entry.runs[0].method == reference.method]
     for entry in same_method:
         if not {*differing([entry.runs[0].config, reference.config])} - of_data:

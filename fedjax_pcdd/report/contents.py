@@ -3,7 +3,7 @@
 Accuracies are in percent, except where a paper prints shares. Standard deviations are those of a sample (n - 1).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -23,11 +23,11 @@ from fedjax_pcdd.report.expected import (
     measured,
     title,
 )
-from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label, shared
+from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label, shared, unlike
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
 from fedjax_pcdd.training.config import RunConfig
-from fedjax_pcdd.training.metrics import CHOSEN_BY, chosen_by
+from fedjax_pcdd.training.metrics import CHOSEN_BY, chosen_by, selection
 from fedjax_pcdd.training.progress import IN_TRAINING, pa_entries, pa_names, with_pa_named
 from fedjax_pcdd.training.protocols import needs_epochs
 
@@ -75,8 +75,9 @@ def own_table(group: Group) -> Table:
         rows[names].append(_over_runs(runs, [run.result.get(SECONDS) for run in runs]))
         if targets:
             rows[names] += target_cells(runs, _references(experiments, names), rule)
-    selection = _differing(group, "selected_on", "Best rounds are chosen by", CHOSEN_BY)
-    notes = [_differing(group, "pa_protocol", "PA:"), selection, *[rule.sentence, MISSED] * targets]
+    chosen = _differing(group, selection, "Best rounds are chosen by", CHOSEN_BY)
+    notes = [_differing(group, lambda result: result.get("pa_protocol"), "PA:"), chosen]
+    notes += [*[rule.sentence, MISSED] * targets, *unlike(run for entry in group.entries for run in entry.runs)]
     return _table(group.title, columns, rows, " ".join(filter(None, notes)))
 
 
@@ -108,7 +109,7 @@ def _over_runs(runs: Runs, values: Sequence[float | None], factor: float = 1.0) 
 
 def _origin(run: RunRecord) -> tuple[int, int, str]:
     """What makes the number of a run comparable with that of another: its length, seed and choice of the best round."""
-    return run.config["rounds"], run.seed, run.result.get("selected_on", "test")
+    return run.rounds_done, run.seed, selection(run.result)
 
 
 def _column(metric: str, heading: str) -> Column:
@@ -230,11 +231,13 @@ def _references(experiments: Iterable[tuple[Names, Runs]], names: Names) -> list
     return [run for same_settings, run in candidates if same_settings] or [run for _, run in candidates]
 
 
-def _differing(group: Group, key: str, head: str, written: Mapping[str, str] = {}) -> str:
-    """The values of the summaries for a key, such as how PA was measured; if they differ, with the experiments."""
+def _differing(
+    group: Group, of: Callable[[Mapping[str, Any]], str | None], head: str, written: Mapping[str, str] = {}
+) -> str:
+    """A property of the summaries, such as how PA was measured; if it differs, with the experiments."""
     labels_by_value: dict[str, list[str]] = {}
     for name, entry in zip(group.labels, group.entries, strict=True):
-        for value in dict.fromkeys(run.result.get(key) for run in entry.runs):
+        for value in dict.fromkeys(of(run.result) for run in entry.runs):
             if value is not None:
                 labels_by_value.setdefault(value, []).append(name)
     words = [
@@ -293,7 +296,7 @@ def _paper_table(
 
 def _selection(summaries: Sequence[Mapping[str, Any]]) -> str:
     """How the best rounds of a paper's table were chosen."""
-    criteria = {summary.get("selected_on", "test") for summary in summaries}
+    criteria = {selection(summary) for summary in summaries}
     if criteria == {"test"}:
         return FLATTERED
     if criteria == {"validation"}:

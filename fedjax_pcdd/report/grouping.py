@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd.errors import UserError, is_there
-from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.collect import INPUTS, RunRecord
 from fedjax_pcdd.training.config import NOT_COMPUTED, RUN, TASK_DEFAULTS, build, partition_tag, values
 from fedjax_pcdd.training.presets import Preset, preset_values, read_preset
 
@@ -135,14 +135,23 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
         elif preset is None:
             members.setdefault((_problem(run), None, None), []).append((("", "", ""), run))
     return [
-        Group(*key, tuple(_by_name(named_runs) if key[1] else entries(run for _, run in named_runs)))
+        Group(*key, tuple(_by_name(_told_apart(named_runs)) if key[1] else entries(run for _, run in named_runs)))
         for key, named_runs in members.items()
     ]
 
 
+def _told_apart(named: Sequence[tuple[Names, RunRecord]]) -> list[tuple[Names, RunRecord]]:
+    """Runs of a preset's split, with the inputs in which they differ among their settings."""
+    varied = [name for name in differing([run.config for _, run in named]) if name in INPUTS]
+    parts = [(names, _settings(run, varied), run) for names, run in named]
+    return [((*names[:2], ", ".join(filter(None, (names[2], inputs)))), run) for names, inputs, run in parts]
+
+
 def _problem(run: RunRecord) -> str:
     """Data set, partition and model."""
-    return " · ".join([*data_of(run), str(run.config["models"] or run.config["model"] or "default model")])
+    given = run.config.get("model object", "by name") != "by name"
+    default = "model of one's own" if given else "default model"
+    return " · ".join([*data_of(run), str(run.config["models"] or run.config["model"] or default)])
 
 
 def data_of(run: RunRecord) -> tuple[str, str]:
@@ -153,9 +162,10 @@ def data_of(run: RunRecord) -> tuple[str, str]:
 def entries(runs: Iterable[RunRecord]) -> list[Entry]:
     """Runs of one group as experiments, each named by the options in which they differ."""
     runs = list(runs)
-    run_options = [name for name in differing([run.config for run in runs]) if name in RUN and name != "method"]
+    common = {*RUN, *INPUTS} - {"method", "method object"}
+    run_options = [name for name in differing([run.config for run in runs]) if name in common]
     method_options = {
-        method: [name for name in differing([run.config for run in runs if run.method == method]) if name not in RUN]
+        method: [name for name in differing([run.config for run in runs if run.method == method]) if name not in common]
         for method in dict.fromkeys(run.method for run in runs)
     }
     ordered = [run for method in method_options for run in runs if run.method == method]
@@ -191,9 +201,27 @@ def counted(runs: Iterable[RunRecord]) -> list[RunRecord]:
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the options that change what is computed and are not the same in all."""
+    """Names of the options and inputs that change what is computed and are not the same in all.
+
+    Inputs that a run has not recorded, as older versions' runs, are taken for the same.
+    """
     names = dict.fromkeys(name for config in configs for name in config if name not in INDIFFERENT)
-    return [name for name in names if any(config.get(name) != configs[0].get(name) for config in configs)]
+    known = {name: [config for config in configs if name not in INPUTS or name in config] for name in names}
+    return [name for name in names if any(c.get(name) != known[name][0].get(name) for c in known[name])]
+
+
+def unlike(runs: Iterable[RunRecord]) -> list[str]:
+    """Sentences about what makes the numbers of runs less comparable: versions, devices, rounds that were left out."""
+    runs = list(runs)
+    found = {
+        "versions of this library": {run.version for run in runs},
+        "kinds of device": {run.result.get("device") for run in runs},
+    }
+    several = {kind: sorted(values - {None}) for kind, values in found.items()}
+    sentences = [f"Runs are of several {kind}: {', '.join(map(str, v))}." for kind, v in several.items() if len(v) > 1]
+    ended = [f"{run.path} after {run.rounds_done} of {run.config['rounds']}" for run in runs if run.ended_early]
+    more = f", and {len(ended) - 3} more" if len(ended) > 3 else ""
+    return sentences + [f"Callbacks ended runs early: {', '.join(ended[:3])} rounds{more}."] * bool(ended)
 
 
 def _settings(run: RunRecord, names: Iterable[str]) -> str:

@@ -76,7 +76,7 @@ def _failures(result: Mapping[str, Any]) -> str:
 
 def over_splits(
     results: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, str, str]]
-) -> tuple[list[str], list[str], np.ndarray]:
+) -> tuple[list[str], list[str], np.ndarray, list[str]]:
     """Mean GA of the last ten rounds, for `ranks`, of the methods that have a result of all seeds on every split.
 
     Args:
@@ -84,7 +84,7 @@ def over_splits(
         are left out.
 
     Returns:
-      M methods, B splits, and accuracies [M, B, seeds], -inf for a run that failed.
+      M methods, B splits, accuracies [M, B, seeds], -inf for a run that failed, and the methods that lack a result.
     """
     by_cell = {(result["network"], result["split"], result["method"]): result for result in results}
     pairs = list(
@@ -99,7 +99,8 @@ def over_splits(
     ]  # fmt: skip
     scores = [[_scores(by_cell[*pair, name], num_seeds) for pair in pairs] for name in names]
     accuracies = np.reshape(np.array(scores), (len(names), len(pairs), num_seeds))
-    return [label(by_cell[*pairs[0], name]) for name in names], [split for _, split in pairs], accuracies
+    lacking = [name for name in method_names if name not in names]
+    return [label(by_cell[*pairs[0], name]) for name in names], [split for _, split in pairs], accuracies, lacking
 
 
 def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:

@@ -40,10 +40,13 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
     rounds = run.config["rounds"]
     if run.method == REFERENCE:
         return rounds, 1.0
-    baseline = _accuracies(reference(run, references))
-    if not np.isfinite(baseline).any():
+    fedavg = reference(run, references)
+    baseline = _accuracies(fedavg)
+    if fedavg is None or not np.isfinite(baseline).any():
         return None
-    target = baseline[np.isfinite(baseline)][-1] if rule.last else np.nanmax(baseline)
+    chosen = fedavg.result.get("ga_best_round")  # validation samples may have chosen it
+    best = np.nanmax(baseline) if chosen is None else baseline[chosen - 1]
+    target = baseline[np.isfinite(baseline)][-1] if rule.last else best
     first = rounds_to(_accuracies(run), float(target), above=rule.above)
     return first, speed_up(first, rounds)
 

@@ -200,7 +200,9 @@ class RunFolder:
           say: called if lines of clients.jsonl are lost, as no checkpoint has them.
         """
         last = rows[-1]["round"] if rows else 0
-        self.write(METRICS, "".join(dumps(row) + "\n" for row in rows))
+        text, file = "".join(dumps(row) + "\n" for row in rows), self.path / METRICS
+        if not is_there(file) or file.read_bytes() != text.encode():  # else its time stays, which tells newer runs
+            self.write(METRICS, text)
         for path in self.path.glob("*.jsonl"):
             readable, damaged = self._rows(path.name)
             if path.name != METRICS and (path.name in (CLIENTS, TRACK) or not damaged):

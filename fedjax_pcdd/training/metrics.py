@@ -22,8 +22,8 @@ SELECTED = {"test": "", "validation": "_validation", "test, balanced accuracy": 
 """Criterion that chooses the best round -> suffix of the accuracy's name in the rows."""
 CHOSEN_BY = dict(
     zip(SELECTED, ("test samples", "validation samples", "balanced accuracy on test samples"), strict=True)
-)
-"""The same criteria in words."""
+) | {"validation, GA by test": "validation samples, those of GA by test samples"}
+"""What `selection` returns, in words."""
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 """Entries of a summary that a table of several summaries shows."""
 CLIENTS = ("pa_clients", "best_pa_clients", "ga_of_best", "ga_clients")
@@ -65,8 +65,13 @@ def chosen_by(summaries: Iterable[Mapping[str, Any]]) -> str:
     >>> chosen_by([{"selected_on": "test"}, {"selected_on": "validation"}, {}])
     'test samples or validation samples'
     """
-    criteria = dict.fromkeys(str(summary.get("selected_on", "test")) for summary in summaries)
-    return " or ".join(CHOSEN_BY.get(criterion, criterion) for criterion in criteria)
+    return " or ".join(CHOSEN_BY.get(criterion, criterion) for criterion in dict.fromkeys(map(selection, summaries)))
+
+
+def selection(summary: Mapping[str, Any]) -> str:
+    """What chose the best rounds of a run: `selected_on`, and beside it what chose those of GA if that is another."""
+    criterion, of_ga = str(summary.get("selected_on", "test")), summary.get("ga_best_selected_on")
+    return criterion if of_ga in (None, criterion) else f"{criterion}, GA by {of_ga}"
 
 
 def mean(values: np.ndarray) -> float | None:

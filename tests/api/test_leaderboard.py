@@ -157,7 +157,7 @@ def test_results_of_a_split_with_a_slash_in_its_name_are_read(tmp_path):
 
 
 def test_a_ranking_over_no_splits_is_left_out(tmp_path):
-    assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3))) == []
+    assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3)), []) == []
 
 
 @pytest.mark.thorough
@@ -292,8 +292,11 @@ def test_a_results_folder_that_cannot_be_written_is_a_user_error(tmp_path):
 
 def test_methods_are_listed_in_the_order_of_their_ranks(tmp_path):
     scores = np.array([[[0.1], [0.2]], [[0.5], [0.6]], [[0.3], [0.4]]])
-    text, _ = _ranking(tmp_path / "page.md", "mlp", ["a", "b", "c"], ["x", "y"], scores)
+    text, _ = _ranking(tmp_path / "page.md", "mlp", ["a", "b", "c"], ["x", "y"], scores, ["d"])
     assert [line[2] for line in text.splitlines() if line[:2] == "| " and line[3] == " "] == ["b", "c", "a"]
+    left_out = "Without a rank in mlp, as not all splits and seeds have a result: d."
+    assert left_out in text
+    assert _ranking(tmp_path / "page.md", "mlp", ["a"], ["x"], scores[:1, :1], ["d"]) == [f"{left_out}\n"]
 
 
 def test_the_second_score_decides_between_trials_equal_in_the_first():

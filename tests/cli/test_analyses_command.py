@@ -381,6 +381,23 @@ def test_a_copied_run_counts_once_in_a_search(tmp_path, capsys):
     assert "| 70.00 " in printed(capsys, "grid", tmp_path)
 
 
+def test_runs_that_a_search_leaves_out_are_named(tmp_path, capsys):
+    for name, mu, ga, seed in (("a", 0.1, 0.5, 0), ("b", 0.1, 0.9, 1), ("c", 1.0, 0.6, 0), ("d", 2.0, 0.7, 0)):
+        write_run(tmp_path / name, ga, method="fedprox", mu=mu, seed=seed, origin={"hyperparameters": {"mu": mu}})
+    with_results(tmp_path / "d", ga_best=None)
+    write_run(tmp_path / "e", method="fedprox", origin={"hyperparameters": {"old": 1}})
+    write_run(tmp_path / "f", method="fedprox", finished=False)
+    assert analyse_main(["grid", str(tmp_path)]) == 0
+    out, left_out = capsys.readouterr()
+    assert [cell.strip() for cell in out.splitlines()[2].split("|")[4:8]] == ["1", "test", "60.00", "1"]
+    assert sorted(left_out.splitlines()) == [
+        f"left out: {tmp_path / 'b'} has a seed, 1, that the others beside it have not.",
+        f"left out: {tmp_path / 'd'} has no mu, or no best GA.",
+        f"left out: {tmp_path / 'e'} has no mu, or no best GA.",
+        f"left out: {tmp_path / 'f'} is unfinished.",
+    ]
+
+
 def test_a_search_compares_values_over_the_seeds_that_all_of_them_have(tmp_path, capsys):
     for name, mu, ga, seed in (("a", 0.1, 0.5, 0), ("b", 0.1, 0.9, 1), ("c", 1.0, 0.6, 0)):
         write_run(tmp_path / name, ga, method="fedprox", mu=mu, seed=seed, origin={"hyperparameters": {"mu": mu}})

@@ -130,6 +130,17 @@ def test_a_presets_grid_is_searched_one_hyper_parameter_after_another(tmp_path):
     ]
 
 
+def test_a_value_with_which_a_seed_failed_is_not_chosen_for_its_other_seeds(tmp_path):
+    (tmp_path / "a.yaml").write_text(PRESET)
+    results = {}
+    found = stages({"preset": str(tmp_path / "a.yaml"), "method": "fedmr", "seed": "0:3"}, results)
+    for experiment in next(found):
+        survives = "mu1=1" in experiment.name or experiment.name.endswith("s0")
+        ga = 0.59 if "mu1=1" in experiment.name else 0.6
+        results[experiment.name] = dict.fromkeys(MEASURES, ga) if survives else UserError("it diverged")
+    assert {experiment.given["mu1"] for experiment in next(found)} == {"1"}
+
+
 @pytest.mark.parametrize("best", [1, 2])
 def test_later_stages_are_named_by_what_was_chosen_before(tmp_path, best):
     (tmp_path / "a.yaml").write_text(PRESET)

@@ -21,7 +21,7 @@ def test_methods_with_failed_seeds_come_last_without_a_rank():
 def test_methods_with_fewer_seeds_are_left_out_and_those_that_failed_are_not():
     cells = [("mlp", "dir", name) for name in "abc"]
     results = [cell_result("a", [0.9]), cell_result("b", [0.5] * 3), cell_result("c", [])]
-    names, _, scores = standings.over_splits(results, cells)
+    names, _, scores, _ = standings.over_splits(results, cells)
     assert names == ["b", "c"]
     np.testing.assert_array_equal(scores[:, 0], [[0.5] * 3, [-np.inf] * 3])
 
@@ -30,7 +30,7 @@ def test_a_method_without_a_global_model_is_marked_and_has_no_best_round():
     local = cell_result("a", [0.3] * 3) | {"global_model": False}
     table = standings.table("mlp", "dir", [local, cell_result("b", [0.7] * 3)])
     assert [(row.label, row.cells[0].mean is None) for row in table.rows] == [("b", False), ("a*", True)]
-    names, _, _ = standings.over_splits([local], [("mlp", "dir", "a")])
+    names, _, _, _ = standings.over_splits([local], [("mlp", "dir", "a")])
     assert names == ["a*"]
 
 
@@ -49,7 +49,7 @@ def test_each_moment_of_pa_has_its_columns_and_its_spread_is_not_ranked():
 def test_ranks_ignore_how_many_seeds_results_of_another_plan_have():
     cells = [("mlp", "dir", name) for name in "ab"]
     unplanned = cell_result("a", [0.9] * 5) | {"split": "another"}
-    names, _, _ = standings.over_splits([cell_result("a", [0.9] * 3), cell_result("b", [0.5] * 3), unplanned], cells)
+    names, _, _, _ = standings.over_splits([cell_result("a", [0.9] * 3), cell_result("b", [0.5] * 3), unplanned], cells)
     assert names == ["a", "b"]
 
 
@@ -58,7 +58,7 @@ def test_methods_are_ordered_and_ranked_by_the_last_ten_rounds_not_the_best():
     for seed in fallen["seeds"]:
         seed["ga_best"] = 0.9
     assert [row.label for row in standings.table("mlp", "dir", [fallen, risen]).rows] == ["risen", "fallen"]
-    names, _, scores = standings.over_splits([fallen, risen], [("mlp", "dir", name) for name in ("risen", "fallen")])
+    names, _, scores, _ = standings.over_splits([fallen, risen], [("mlp", "dir", name) for name in ("risen", "fallen")])
     assert dict(zip(names, scores[:, 0, 0], strict=True)) == {"risen": 0.6, "fallen": 0.5}
 
 
@@ -69,7 +69,7 @@ def test_a_table_holds_only_results_of_its_network_and_split():
 
 def test_splits_keep_the_order_of_the_plan_in_names_and_scores():
     results = [cell_result("a", [score]) | {"split": split} for split, score in (("first", 0.1), ("another", 0.2))]
-    _, splits, scores = standings.over_splits(results, [("mlp", "first", "a"), ("mlp", "another", "a")])
+    _, splits, scores, _ = standings.over_splits(results, [("mlp", "first", "a"), ("mlp", "another", "a")])
     assert (splits, scores[0, :, 0].tolist()) == (["first", "another"], [0.1, 0.2])
 
 
@@ -88,5 +88,5 @@ def test_seconds_are_those_of_one_round():
 
 def test_a_split_without_any_result_yet_excludes_no_method():
     cells = [("mlp", split, name) for split in ("dir", "later") for name in "ab"]
-    names, splits, _ = standings.over_splits([cell_result("a", [0.5]), cell_result("b", [0.4])], cells)
-    assert (names, splits) == (["a", "b"], ["dir"])
+    names, splits, _, lacking = standings.over_splits([cell_result("a", [0.5]), cell_result("b", [0.4])], cells)
+    assert (names, splits, lacking) == (["a", "b"], ["dir"], [])

@@ -141,6 +141,15 @@ def test_truncate_cuts_all_files_of_lines_back_to_the_checkpoints_round(folder):
     assert [row["round"] for row in folder.rows("clients.jsonl")] == [1, 2]
 
 
+def test_a_finished_run_that_is_resumed_keeps_its_time_by_which_newer_runs_are_told(folder):
+    folder.append({"round": 1, "ga": 0.1})
+    os.utime(folder.path / "metrics.jsonl", (1, 1))
+    folder.truncate([{"round": 1, "ga": 0.1}])
+    assert (folder.path / "metrics.jsonl").stat().st_mtime == 1
+    folder.truncate([{"round": 1, "ga": 0.2}])
+    assert folder.rows() == [{"round": 1, "ga": 0.2}]
+
+
 def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     folder.write_json("summary.json", {"ga": 1})
 
