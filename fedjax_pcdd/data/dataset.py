@@ -30,7 +30,7 @@ class Dataset:
     Args:
       name: as on the command line.
       x_train: [n_train, H, W, channels] images, uint8, or float32 that are not scaled further.
-      y_train: [n_train] labels in [0, C), kept as int32.
+      y_train: [n_train] labels in [0, C), copied as int32, which cannot be changed.
       x_test: [n_test, H, W, channels] of the same type; n_test may be 0.
       y_test: [n_test] labels in [0, C), kept as int32.
       num_classes: C.
@@ -96,7 +96,9 @@ class Dataset:
             self._reject(f"groups_{part} must be a number or name for each of the {len(x)} of x_{part}, not {actual}")
         if y.size and not (y.dtype.kind in "iu" and y.min() >= 0 and y.max() < self.num_classes):
             self._reject(f"y_{part} must hold integers in [0, {self.num_classes})")
-        object.__setattr__(self, f"y_{part}", y.astype(np.int32))
+        y = y.astype(np.int32)
+        y.setflags(write=False)  # what is derived from them, as class counts, would not follow a change
+        object.__setattr__(self, f"y_{part}", y)
 
     def _reject(self, reason: str):
         raise UserError(f"data set '{self.name}': {reason}.")

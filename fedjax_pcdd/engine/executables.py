@@ -30,6 +30,11 @@ def compiled_once() -> Iterator[None]:
         _kept.reset(token)
 
 
+def shared() -> bool:
+    """Whether simulations share what is compiled."""
+    return _kept.get() is not None
+
+
 def compiled(function: Callable, *static: Any, compiler_options: dict[str, Any] | None = None, **options: Any) -> Any:
     """`jax.jit` of a function of a program's arrays; within `compiled_once`, one made before for an equal program.
 

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine.blocks import Blocks, Pass
+from fedjax_pcdd.engine.executables import shared
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Facts, Setting, Unlabelled
 from fedjax_pcdd.models.classifier import Classifier, Variables, initialise
@@ -32,7 +34,7 @@ MODEL, ROUNDS, SERVER, CLIENT, EXCHANGE = range(5)  # a seed has a stream of key
 
 def stream_of(seed: int, which: int) -> jax.Array:
     """The key for all random draws of one kind."""
-    return jax.random.fold_in(jax.random.key(seed), which)
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), which)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,13 @@ def compiler_options(devices: int = 1, *, one_step: bool = False) -> dict[str, A
 def fresh_variables(model: Classifier, keys: jax.Array, image_shape: tuple[int, ...]) -> Variables:
     """Variables of a model from a key, or [N, ...] from N keys: those of `initialise`, but compiled faster."""
     return _fresh_variables(jax.default_backend())(model, keys, image_shape)
+
+
+def forget() -> None:
+    """Forget what was traced of models, see `models.forget`; not where simulations are to share it."""
+    if not shared():
+        models.forget()
+        _fresh_variables(jax.default_backend()).clear_cache()  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -123,7 +124,7 @@ class Ahead(NamedTuple):
     """Clients that were fetched before the round that needs them."""
 
     rows: np.ndarray
-    kept: Tree  # the host arrays that the rows come from
+    kept: tuple[Tree, Tree]  # the host arrays that the rows come from: of clients and of statistics
     held: tuple[Tree, Tree]  # clients and statistics on the device
 
 
@@ -217,7 +218,8 @@ class OnHost(OnDevice):
     def fetch(self, state, rows):
         """The state with the clients of these rows alone, on the device."""
         ahead = self._ahead
-        if ahead is not None and ahead.kept is state.clients and np.array_equal(ahead.rows, rows):
+        sources = state.clients, state.statistics
+        if ahead and all(map(is_, ahead.kept, sources)) and np.array_equal(ahead.rows, rows):
             (clients, statistics), self._ahead = ahead.held, None
         else:
             clients, statistics = self._gather(state, rows)
@@ -237,7 +239,7 @@ class OnHost(OnDevice):
 
     def prefetch(self, state, rows):
         """Fetch the next round's rows while the device computes this one; `store` brings them up to date."""
-        self._ahead = Ahead(rows, state.clients, self._gather(state, rows))
+        self._ahead = Ahead(rows, (state.clients, state.statistics), self._gather(state, rows))
 
     def store(self, state, after, rows, trained):
         """The state after a round: rows that took part are written to host memory, which waits for the round."""
@@ -255,10 +257,14 @@ class OnHost(OnDevice):
         self._changed[rows[trained]] = True
         self.release()
         if self._ahead:
-            self._ahead = self._patched(self._ahead, clients, (after.clients, after.statistics), rows, trained)
+            self._ahead = self._patched(
+                self._ahead, (clients, statistics), (after.clients, after.statistics), rows, trained
+            )
         return State(after.servers, clients, statistics)
 
-    def _patched(self, ahead: Ahead, kept: Tree, new: Tree, rows: np.ndarray, trained: np.ndarray) -> Ahead:
+    def _patched(
+        self, ahead: Ahead, kept: tuple[Tree, Tree], new: Tree, rows: np.ndarray, trained: np.ndarray
+    ) -> Ahead:
         """Rows fetched ahead, with those that were trained meanwhile replaced by their new state [J, ...]."""
         source = np.full(self.rows, -1, np.int32)
         source[rows[trained]] = np.flatnonzero(trained)

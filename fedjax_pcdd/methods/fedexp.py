@@ -77,7 +77,7 @@ class FedExP(ServerStep):
         first_lr = jnp.where(is_first, lr, server.first_lr)
         step = squared_distance(*(shared_part(context.setting, tree) for tree in (mean, old)))
         length = self._extrapolation(moved, step, lr / first_lr, context.count)
-        params = optax.tree.add_scale(mean, length - 1, optax.tree.sub(mean, old))
+        params = optax.tree.add_scale(mean, length - 1, shared_part(context.setting, optax.tree.sub(mean, old)))
         variables = {**result.variables, "params": params}
         halfway = jax.tree.map(lambda new, old: 0.5 * (new + old), variables, server.variables)
         averaged = where(is_first, variables, halfway)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import scalar
 from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
 from fedjax_pcdd.methods.own_layers import shared_part
@@ -60,8 +61,10 @@ class FedLESAM(Nearby):
         )
 
     def configure(self, setting, hyper):
-        """Advice: without a perturbation the old model is kept for nothing."""
+        """Advice: without a perturbation the old model is kept for nothing; UserError if X averages no models so."""
         method, advice = super().configure(setting, hyper)
+        if not averages_models(method):
+            raise UserError("FedLESAM needs a method that averages models in this form: drop the suffix.")
         idle = "FedLESAM with `rho=0` perturbs nothing and keeps a model more: set it above 0."
         return method, [*advice, idle] if self.rho == 0 else advice
 

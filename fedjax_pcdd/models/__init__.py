@@ -20,7 +20,7 @@ from fedjax_pcdd.models.googlenet import GoogLeNet
 from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.mobilenet import MobileNet
-from fedjax_pcdd.models.own_modules import NnxBackbone, adapted, nnx_norms, spelled
+from fedjax_pcdd.models.own_modules import NnxBackbone, abstract, adapted, nnx_norms, spelled
 from fedjax_pcdd.models.pair import Pair
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleNet
@@ -182,6 +182,20 @@ def normalisation_params(model: nn.Module, image_shape: tuple[int, ...]) -> tupl
     variables, norms = _traced(model, image_shape)
     leaves = flatten_dict(variables["params"])
     return tuple(path for path in sorted(leaves) if any(path[: len(norm)] == norm for norm in norms))
+
+
+def is_own(model: Any) -> bool:
+    """Whether a model, a name or an object, is the user's."""
+    return (
+        model not in _OWN if isinstance(model, str) else not isinstance(getattr(model, "backbone", None), layers.Typed)
+    )
+
+
+def forget() -> None:
+    """Forget what was traced of modules, as it does not follow a change of an object or of a global that they read."""
+    _traced.cache_clear()
+    abstract.cache_clear()
+    initialise.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.lru_cache(maxsize=64)

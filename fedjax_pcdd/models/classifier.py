@@ -194,6 +194,13 @@ def sizes(model: Classifier, image_shape: tuple[int, ...]) -> Sizes:
     return Sizes(params, params + size(statistics) + counters, outputs.features.shape[-1], head)
 
 
+def features_type(model: Classifier, image_shape: tuple[int, ...]) -> Any:
+    """The dtype in which the backbone gives the features of bfloat16 images."""
+    backbone, image = model.backbone, jnp.zeros((1, *image_shape), jnp.bfloat16)
+    arguments = spelled(type(backbone).__call__, False, None)
+    return jax.eval_shape(lambda: backbone.init_with_output(jax.random.key(0), image, **arguments))[0].dtype
+
+
 def arithmetic(model: Classifier, image_shape: tuple[int, ...]) -> float:
     """Floating-point operations of one image's forward pass, as counted by XLA; nothing is run or compiled."""
     variables, image = _shapes(model, image_shape)[1], jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)

@@ -191,7 +191,7 @@ class NnxBackbone(nn.Module):
                 for key, value in _tree(state).items():
                     self.put_variable(name, key, value)
         else:
-            structure, params, statistics, random = _abstract(self.make, self.cut)
+            structure, params, statistics, random = abstract(self.make, self.cut)
             params = _filled(params, self.variables.get("params", {}))
             statistics = _filled(statistics, self.variables.get("batch_stats", {}))
         key = self.make_rng("dropout") if self.has_rng("dropout") else None
@@ -224,7 +224,7 @@ def _split(module: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _abstract(make: Maker, cut: Path) -> tuple[Any, Any, Any, Any]:
+def abstract(make: Maker, cut: Path) -> tuple[Any, Any, Any, Any]:
     """`_split` of a fresh module, with shapes only."""
     return _split(nnx.eval_shape(lambda: make(nnx.Rngs(0), cut)))
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd import models
@@ -10,7 +11,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.data.partition import asked_for
 from fedjax_pcdd.methods import Traits
-from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.models.classifier import Classifier, features_type
 from fedjax_pcdd.training.config import RunConfig, rounds_of
 
 PERCENT = 100  # with fewer samples, one of them is more than a percentage point
@@ -113,6 +114,14 @@ def about_neck(neck: int, model: Any) -> list[str]:
     """A sentence if the method made another neck than the option `neck` asks for; else none, as for FML's pair."""
     actual = getattr(model, "neck", neck)
     return [] if neck in (0, actual) else [f"`neck={neck}` has no effect: the method chooses the neck."]
+
+
+def about_precision(precision: str, model: Classifier, image_shape: tuple[int, ...]) -> list[str]:
+    """A sentence if the user's model does not compute in bfloat16 although the option says so."""
+    if precision != "bfloat16" or not models.is_own(model) or features_type(model, image_shape) == jnp.bfloat16:
+        return []
+    advice = "give its layers dtype=jnp.bfloat16, or drop the option"
+    return [f"`precision=bfloat16` reaches the images alone: the features of this model are float32; {advice}."]
 
 
 def about_norms(bn: str, model: Classifier, image_shape: tuple[int, ...]) -> list[str]:

@@ -3,6 +3,7 @@
 Letters: E experiments of a simulation, K clients.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -35,13 +36,15 @@ Tuned = dict[Protocol, dict[str, np.ndarray]]
 def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned], np.ndarray | None]:
     """PA of all clients of each experiment [E], and GA [E, K] of their models if they keep them, else None.
 
+    An experiment in which a client's loss is no longer finite has no PA (NaN), and a warning says so.
+
     Args:
       tuner: from `Simulation.tuner`.
       state: the state that fine-tuning starts from; donated.
       round: determines the order of the samples.
     """
     federations = [experiment.federation for experiment in tuner.experiments]
-    received, correct = tuner.evaluator.personal(state), None
+    received, correct, diverged = tuner.evaluator.personal(state), None, np.zeros(0, int)
     servers = state.servers
     for cohorts in _cohorts(tuner):
         plan, jobs = tuner.plan(round, cohorts)
@@ -52,11 +55,16 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned]
         if correct is None:  # clients without samples stay with the received model
             correct = np.repeat(received[:, None], counts.shape[1], axis=1)
         correct[jobs.row[trained]] = counts[trained]
+        diverged = np.append(diverged, jobs.row[trained & ~np.isfinite(np.array(report.loss).reshape(-1))])
     correct = received[:, None] if correct is None else correct
     per_experiment = [x.reshape(len(federations), -1, *x.shape[1:]) for x in (correct, received)]
     pa: list[Tuned] = []
-    for tuned, as_received, federation in zip(*per_experiment, federations, strict=True):
+    for e, (tuned, as_received, federation) in enumerate(zip(*per_experiment, federations, strict=True)):
         by_rule: dict[Protocol, np.ndarray] = {**rules(tuned, federation.test_class_counts), "received": as_received}
+        if len(lost := diverged[diverged // federation.num_clients == e] % federation.num_clients):
+            advice = "PA has no value: choose a smaller learning rate or clip gradients."
+            warnings.warn(f"fine-tuning diverged: the loss of client {lost[0]} is not finite. {advice}", stacklevel=2)
+            by_rule |= {rule: np.full(x.shape, np.nan) for rule, x in by_rule.items() if rule != "received"}
         all_clients = np.arange(federation.num_clients)
         pa.append({rule: personal(federation, all_clients, answers) for rule, answers in by_rule.items()})
     if tuner.methods.traits().global_model:

@@ -31,10 +31,10 @@ class Checkpoint(Callback):
         self.checkpoints, self.resolved = checkpoints, resolved
         self.began_with: dict[str, Any] | None = None  # inputs of the restored run
         self.missing: list[str] = []  # callbacks that the restored run had and this one lacks
-        self._named: dict[str, Callback] = {}  # by class; later ones of the same class have a number
+        self._named: dict[str, Callback] = {}  # by class; later ones of a class of the same name have a number
         for callback in callbacks:
             name = type(callback).__name__
-            number = 1 + sum(type(other) is type(callback) for other in self._named.values())
+            number = 1 + sum(type(other).__name__ == name for other in self._named.values())
             self._named[name if number == 1 else f"{name}-{number}"] = callback
 
     def begin(self, state: Any, best: Any) -> tuple[Any, Progress] | None:

@@ -17,18 +17,19 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, count_devices, products, select_device
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.program import State
+from fedjax_pcdd.engine.program import State, forget
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method, Traits
 from fedjax_pcdd.methods.checks import built
 from fedjax_pcdd.methods.declared import check_declared, misspelt
+from fedjax_pcdd.models import is_own
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
-from fedjax_pcdd.training.advice import about_neck, about_norms, on_other_scale, too_few, twice, unused
+from fedjax_pcdd.training.advice import about_neck, about_norms, about_precision, on_other_scale, too_few, twice, unused
 from fedjax_pcdd.training.build import (
     availability_of,
     build_model,
@@ -86,6 +87,8 @@ class Setup:
         select_device(pairs[0][0].device, pairs[0][0].devices)
         self.pairs, self.given = self.completed(pairs), given
         self.config = self.pairs[0][0]
+        if is_own(given.model or self.config.model or "mlp") or self.config.models:
+            forget()
         self.federations = self.federate()
         self.simulation = self.make(1)
         self.methods: list[Method] = [select(self.simulation.methods, e) for e in range(len(pairs))]
@@ -262,6 +265,7 @@ class Setup:
         first_simulation = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
         model = first_simulation.program.model
         layers = about_neck(config.neck, model) + about_norms(config.bn, model, first_simulation.image_shape)
+        layers += about_precision(config.precision, model, first_simulation.image_shape)
         sentences = unused(config, method.traits()) + layers + misspelt(method, Method)
         sentences += too_few(config, self.federations[e]) + twice(self.federations[e])
         if method.traits().needs_public:

@@ -591,3 +591,15 @@ def test_examples_in_the_python_api_docs_run(tmp_path, monkeypatch, capsys):
     exec("\n".join(code), {})
     assert (tmp_path / "curves.png").stat().st_size > 1000
     assert "FedGELA" in capsys.readouterr().out
+
+
+def test_double_precision_is_refused_and_can_be_switched_off_for_a_run(federation):
+    with jax.enable_x64(True):
+        with pytest.raises(
+            fp.UserError, match=r"JAX is set to double precision .*: call it within `with jax\.enable_x64"
+        ):
+            fp.simulate(federation, "fedavg", **small())
+        with jax.enable_x64(False):
+            assert (
+                fp.simulate(federation, "fedavg", **small(rounds=1)).variables["params"]["head"]["bias"].dtype == "f4"
+            )

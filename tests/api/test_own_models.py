@@ -1,9 +1,11 @@
 """Users' own models, from Python and from the command line, including those of the documentation."""
 
 import json
+import warnings
 from pathlib import Path
 
 import flax.linen as nn
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -102,3 +104,82 @@ def test_a_run_with_a_model_from_a_file_resumes_to_the_same_bits(tmp_path, monke
     ]
     assert last_rows[0]["loss"] == last_rows[1]["loss"]
     assert last_rows[0]["ga_per_class"] == last_rows[1]["ga_per_class"]
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.layer, self.drop = nnx.Linear(64, 16, rngs=rngs), nnx.Dropout(0.0, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(nnx.relu(self.layer(x.reshape(len(x), -1))))
+
+
+of_notebook = {"width": 8, "initial": 0.5, "norm": False}  # as globals, which a notebook's next cell may change
+
+
+class OfNotebook(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        initial = nn.initializers.constant(of_notebook["initial"])
+        x = nn.relu(nn.Dense(of_notebook["width"], kernel_init=initial)(x.reshape(len(x), -1)))
+        return nn.BatchNorm(use_running_average=not train)(x) if of_notebook["norm"] else x
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+
+
+def still(federation, model, **options):
+    """A history of a model that hardly moves."""
+    defaults = {"rounds": 1, "local_steps": 1, "lr": 1e-9, "lanes": 1, "fine_tune_epochs": 0}
+    return fp.simulate(federation, "fedavg", model=model, **defaults | options)
+
+
+def test_weights_that_are_loaded_into_an_object_between_two_runs_are_trained(digits):
+    net = Dropped(nnx.Rngs(0))
+    still(digits, net)
+    net.layer.kernel[...] = np.full((64, 16), 0.125, np.float32)
+    params = flatten_dict(still(digits, net).variables["params"]["backbone"])
+    np.testing.assert_allclose(params["layer", "kernel"], 0.125, atol=1e-5)
+
+
+def test_an_attribute_of_an_object_that_changes_between_two_runs_is_seen(digits):
+    net, fresh = Dropped(nnx.Rngs(0)), Dropped(nnx.Rngs(0))
+    still(digits, net)
+    net.drop.rate = fresh.drop.rate = 0.9
+    same, expected = (still(digits, model, lr=0.1, rounds=2).loss for model in (net, fresh))
+    np.testing.assert_array_equal(same, expected)
+    with fp.compiled_once():
+        np.testing.assert_array_equal(still(digits, net).loss, still(digits, net).loss)
+
+
+@pytest.mark.parametrize(("name", "value"), [("width", 12), ("initial", 0.25), ("norm", True)])
+def test_a_global_that_a_module_reads_is_read_again_in_the_next_run(digits, monkeypatch, name, value):
+    still(digits, OfNotebook())
+    monkeypatch.setitem(of_notebook, name, value)
+    variables = still(digits, OfNotebook()).variables
+    kernel = variables["params"]["backbone"]["Dense_0"]["kernel"]
+    assert kernel.shape == (64, of_notebook["width"])
+    np.testing.assert_allclose(kernel, of_notebook["initial"], atol=1e-5)
+    assert ("batch_stats" in variables) == of_notebook["norm"]
+
+
+def test_a_packaged_model_that_is_given_as_an_object_computes_in_bfloat16(digits):
+    options = {"precision": "bfloat16", "rounds": 2, "lr": 0.1}
+    given = still(digits, fp.build_model("mlp", digits), **options)
+    np.testing.assert_array_equal(given.loss, still(digits, "mlp", **options).loss)
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [(None, True), (jnp.bfloat16, False)])
+def test_a_model_of_ones_own_that_computes_in_float32_is_said_not_to_follow_the_precision(digits, dtype, warned):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.relu(nn.Dense(16, dtype=dtype)(x.reshape(len(x), -1)))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        still(digits, Net(), precision="bfloat16")
+    sentences = [str(w.message) for w in caught]
+    assert any("precision=bfloat16 reaches the images alone" in text for text in sentences) == warned

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation, heat_map
 from fedjax_pcdd.data.lists import Partition, load_partition
@@ -27,6 +28,15 @@ def federation(clients=6, name="pcdd", **changes):
     data = dataset(**changes)
     split = partition(name, data.y_train, data.y_test, num_classes=10, clients=clients, seed=0, classes_per_client=2)
     return Federation(data, split)
+
+
+def test_labels_cannot_be_changed_behind_the_counts_of_a_federation():
+    y = np.array([0, 1])
+    data = fp.from_arrays(np.zeros((2, 4)), y, np.zeros((2, 4)), y)
+    with pytest.raises(ValueError, match="read-only"):
+        data.y_train[0] = 1
+    y[0] = 1
+    assert data.y_train.tolist() == [0, 1]
 
 
 def test_labels_are_kept_as_int32():

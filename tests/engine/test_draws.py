@@ -11,6 +11,7 @@ from flax import struct
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.execution import Execution
+from fedjax_pcdd.engine.program import ROUNDS, stream_of
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import Message, Method
 from fedjax_pcdd.methods.method import Keys
@@ -123,3 +124,9 @@ def test_draws_and_augmentation_differ_between_all_steps_of_an_exchange():
 def test_every_pass_over_the_public_images_has_its_own_order():
     plan = toy.groups("fedmd", necks=(0,) * 5, images=16, batch=16, public_epochs=3).public_plan(0)
     assert len({tuple(row) for row in plan}) == 3
+
+
+def test_draws_do_not_follow_the_generator_that_jax_is_set_to():
+    expected = jax.random.key_data(stream_of(3, ROUNDS))
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(jax.random.key_data(stream_of(3, ROUNDS)), expected)

@@ -90,6 +90,15 @@ def test_prefetched_rows_serve_no_other_rows_and_no_other_state():
         assert np.array(storage.fetch(requested_state, np.array(rows)).clients["w"]).tolist() == expected
 
 
+def test_prefetched_statistics_serve_no_other_state_where_clients_keep_nothing_else():
+    storage = OnHost(3, chunk=2)
+    state, other_state = (State((), (), {"s": np.arange(3.0) + shift}) for shift in (0, 5))
+    storage.prefetch(state, np.array([0, 1]))
+    assert np.array(storage.fetch(other_state, np.array([0, 1])).statistics["s"]).tolist() == [5.0, 6.0]
+    storage.prefetch(state, np.array([0, 1]))
+    assert np.array(storage.fetch(state, np.array([0, 1])).statistics["s"]).tolist() == [0.0, 1.0]
+
+
 def test_rows_on_disk_survive_partial_writes_and_reads(monkeypatch):
     read, write = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:5]], offset))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import toy
 from flax import struct
-from hooks import context, params, start
+from hooks import context, hyper, params, setting, start
 
 from fedjax_pcdd import methods, testing
 from fedjax_pcdd.errors import UserError
@@ -275,6 +275,13 @@ def test_a_servers_state_that_cannot_be_added_to_is_refused(state, sentence):
 def test_an_unsuitable_addition_is_refused_with_its_reason(name, reason):
     with pytest.raises(UserError, match=reason):
         methods.get(name)
+
+
+def test_lesam_is_refused_by_a_form_that_averages_no_models():
+    lesam = methods.get("feddf+lesam")
+    assert lesam().configure(setting(3), hyper())[0].form == "server"
+    with pytest.raises(UserError, match="FedLESAM needs a method that averages models in this form: drop the suffix"):
+        lesam(form="participants").configure(setting(3), hyper())
 
 
 @pytest.mark.thorough

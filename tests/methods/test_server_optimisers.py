@@ -16,6 +16,7 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedavgm import FedAvgM
 from fedjax_pcdd.methods.fedexp import FedExP
 from fedjax_pcdd.methods.fedopt import FedAdagrad, FedAdam, FedYogi
+from fedjax_pcdd.methods.method import Message, ServerContext
 from fedjax_pcdd.methods.server_optimised import ServerOptimised
 from fedjax_pcdd.methods.wrappers import averages_models
 
@@ -122,6 +123,18 @@ def test_extrapolation_matches_the_worked_example():
 def test_equal_updates_are_not_extrapolated():
     server = after_one_round(FedExP(), [[1.0], [1.0]], (1, 3), [0.0])
     assert (float(server.extrapolation), w(server.variables)) == (1.0, [1.0])
+
+
+def test_layers_that_stay_with_their_clients_are_not_extrapolated():
+    variables = [{"params": {"w": jnp.array([w]), "scale": jnp.array([s])}} for w, s in ((0.0, 1.0), (0.25, 3.0))]
+    server = start(FedExP(), [0.0], (1, 1))[0]._replace(variables=variables[0])
+    keeping = setting(2)._replace(own_layers=(("scale",),))
+    cohort = ServerContext(None, keeping, hyper(), 0, np.arange(2), 2, jax.random.key(0))
+    moved = jnp.float32((1.0**2 + 0.5**2) / 2)
+    after = FedExP().aggregate(server, Message(mean=(variables[1], moved)), np.ones(2), cohort)
+    assert float(after.extrapolation) > 1
+    np.testing.assert_allclose(after.variables["params"]["scale"], [3.0])
+    np.testing.assert_allclose(after.variables["params"]["w"], 0.25 * after.extrapolation, rtol=1e-6)
 
 
 def test_models_that_do_not_move_cause_no_division_by_zero():

@@ -24,6 +24,7 @@ from fedjax_pcdd.engine import program
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training import checkpoint, named_arrays
 from fedjax_pcdd.training.checkpoint import Checkpoints, Pace
+from fedjax_pcdd.training.loop import Callback
 from fedjax_pcdd.training.metrics import History
 from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
 
@@ -503,6 +504,27 @@ def finished_run(state, best, stopped):
     """A run after its last round, with the attributes that a checkpoint reads."""
     attributes = {"round": 2, "is_over": True, "history": History([{"round": 1}, {"round": 2}]), "stopped": stopped}
     return SimpleNamespace(state=state, best=best, simulation=None, runs=[], **attributes)
+
+
+def test_states_of_callbacks_of_equally_named_classes_are_kept_apart(opened):
+    class Counting(Callback):
+        def __init__(self, count):
+            self.count = count
+
+        def state(self):
+            return self.count
+
+        def restore(self, state):
+            self.count = state
+
+    counting = [Counting(1), type("Counting", (Counting,), {})(2), Counting(3)]
+    run = finished_run(program.State(server(2), clients(2), ()), server(1), False)
+    saving = Checkpoint(opened(every=5), counting)
+    saving.on_round(run, None)
+    saving.on_end(run)
+    restored = [type(callback)(0) for callback in counting]
+    Checkpoint(opened(), restored).begin(program.State(server(0), clients(0), ()), server(0))
+    assert [callback.count for callback in restored] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("stopped", [False, True])

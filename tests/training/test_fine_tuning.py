@@ -54,6 +54,17 @@ def test_from_global_tests_every_clients_tuned_model():
     ]))  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_client_whose_fine_tuning_diverges_leaves_no_pa_and_is_named():
+    tuner, best, last = global_models(lr=1e30)
+    with pytest.warns(UserWarning, match=r"fine-tuning diverged: the loss of client \d is not finite. PA has no value"):
+        (result,) = from_global(tuner, best, last, 3, [RESULT])
+    assert result["pa_best"] is result["pa_last"] is result["pa_last_best"] is None
+    assert set(result["pa_best_per_client"]) == {None}
+    assert result["pa_received_best"] > 0
+    assert (result["pa_local_best"], result["pa_local_last"]) == (0.25, 0.5)
+
+
 @pytest.mark.thorough
 def test_from_global_without_learning_rate_tests_the_given_models():
     tuner, best, last = global_models(lr=0.0)
