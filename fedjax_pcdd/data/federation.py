@@ -14,7 +14,7 @@ import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partition, several, whole_numbers
-from fedjax_pcdd.data.text import places
+from fedjax_pcdd.data.text import last_windows
 from fedjax_pcdd.errors import UserError, check_file, shortened
 
 MOST_LABELLED_CELLS = 300
@@ -154,16 +154,12 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
         advice = "drop `doubled`, or give each sample to one client once"
         raise UserError(f"`validation` cannot be kept out of training where samples are dealt twice: {advice}.")
     owners, chance = np.repeat(np.arange(len(lists)), lists.sizes), np.random.default_rng([seed, *b"validation"])
-    rank = np.arange(len(owners)) - np.repeat(lists.starts, lists.sizes)
-    held = np.zeros(len(owners), bool)
     if federation.dataset.text:
-        order = np.lexsort((lists.flat, owners))
-        held[order] = rank >= np.repeat(lists.sizes - np.floor(lists.sizes * share + 0.5), lists.sizes)
-        kept = ~held & ~_near(places(federation.dataset)[lists.flat], held, federation.dataset.x_train.shape[1])
-        wanted = np.floor(np.bincount(owners[kept], minlength=len(lists)) * share / (1 - share) + 0.5)
-        held[order] &= rank >= np.repeat(lists.sizes - wanted, lists.sizes)  # the share of what is left
+        kept, held = last_windows(federation.dataset, lists.flat, lists.sizes, share)
     else:
         order = np.lexsort((chance.random(len(owners)), y[lists.flat], owners))  # class by class within each client
+        rank = np.arange(len(owners)) - np.repeat(lists.starts, lists.sizes)
+        held = np.zeros(len(owners), bool)
         held[order] = np.floor((rank + 1) * share + 0.5) > np.floor(rank * share + 0.5)
         kept = ~held
     train, validation = (Lists(lists.flat[m], np.bincount(owners[m], minlength=len(lists))) for m in (kept, held))
@@ -171,14 +167,6 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
     if len(emptied):
         raise UserError(f"`validation={share:g}` leaves client {emptied[0]} without a training sample: lower it.")
     return replace(federation, partition=Partition(train, federation.partition.test), validation=validation)
-
-
-def _near(places: np.ndarray, held: np.ndarray, length: int) -> np.ndarray:
-    """Which of the places [n] are at most `length` from one that is held, [n] booleans."""
-    ends = np.sort(places[held])
-    after = np.searchsorted(ends, places)
-    neighbours = (ends[np.clip(i, 0, len(ends) - 1)] for i in (after - 1, after)) if len(ends) else ()
-    return np.any([np.abs(places - neighbour) <= length for neighbour in neighbours], axis=0) if len(ends) else held
 
 
 class Map(NamedTuple):

@@ -70,7 +70,30 @@ def split(stream: np.ndarray, window: int, stride: int) -> tuple[np.ndarray, np.
     return windows[: max(first_test - overlapping, 0)], windows[first_test:]
 
 
-def places(dataset: Dataset) -> np.ndarray:
+def last_windows(dataset: Dataset, rows: np.ndarray, sizes: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Divide clients' training windows: those to train on, and a share of each client's that is kept for validation.
+
+    These are a client's last ones. Windows that share a character with one of them are in neither part.
+
+    Args:
+      rows: [n] positions of all clients' windows, one client after another.
+      sizes: [K] how many each client has.
+
+    Returns:
+      Whether each of the n is trained on, and whether it is kept, [n] booleans.
+    """
+    owners, held, places = np.repeat(np.arange(len(sizes)), sizes), np.zeros(len(rows), bool), _places(dataset)[rows]
+    order, left = np.lexsort((rows, owners)), np.repeat(np.cumsum(sizes), sizes) - np.arange(len(rows))
+    held[order] = left <= np.floor(sizes * share + 0.5)[owners]
+    ends = np.concatenate([[-np.inf], np.sort(places[held]), [np.inf]])
+    after = np.searchsorted(ends, places)
+    kept = np.minimum(ends[after] - places, places - ends[after - 1]) > dataset.x_train.shape[1]
+    trained = np.bincount(owners[kept], minlength=len(sizes))
+    held[order] &= left <= np.floor(trained * share / (1 - share) + 0.5)[owners]  # the share of what is left
+    return kept, held
+
+
+def _places(dataset: Dataset) -> np.ndarray:
     """Where the training windows of a text begin, [n] int64; windows that share a character are at most T apart.
 
     The file that says so is not needed: of two windows that follow each other within a speaker, the second begins where

@@ -86,7 +86,7 @@ def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
     Raises:
       UserError: JAX has no such device, cannot start it, or computes in double precision, which a run does not.
     """
-    if jax.config.jax_enable_x64:
+    if jax.config.read("jax_enable_x64"):
         advice = "call it within `with jax.enable_x64(False):`, or leave JAX_ENABLE_X64 out"
         raise UserError(f"a run is in single precision, and JAX is set to double precision (jax_enable_x64): {advice}.")
     if name != "auto":
