@@ -220,7 +220,11 @@ def _renumbered(y: np.ndarray, names: Sequence[str], own: Sequence[str]) -> np.n
     unknown = [label for label in own if label not in names]
     if unknown and names != own:
         raise UserError(f"the test set has a class {unknown[0]} that the training set has not: name classes alike.")
-    return np.asarray([names.index(label) for label in own])[y] if names != own and y.size else y
+    if names == own or not y.size:
+        return y
+    if y.max() >= len(own):
+        raise UserError(f"a test label is {y.max()}, and {len(own)} classes are named: name all of them.")
+    return np.asarray([names.index(label) for label in own])[y]
 
 
 def _numbers(groups: Sequence[Any]) -> np.ndarray:

@@ -131,7 +131,7 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
     """Write the samples of all clients and return the labels that occur."""
     files: dict[str, _Growing] = {}
     sizes: dict[str, list[int]] = {part: [] for part in _PARTS}
-    known, brightest = np.zeros(0, int), 0
+    known, brightest = set[int](), 0
     if not isinstance(clients, Iterable):
         raise UserError(f"takes the samples of one client after another, not {shortened(clients)}.", field="clients")
     for k, samples in enumerate(clients):
@@ -163,14 +163,14 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
                 )
             file.append(x)
             files[f"y_{part}"].append(y)
-            known = np.union1d(known, y)
+            known.update(y.tolist())
     if not files:
         raise UserError("there are no clients with samples: give (x_train, y_train, x_test, y_test) of each.")
     if files["x_train"].dtype == np.uint8 and brightest == 1:
         raise UserError("all images are 0 or 1 in uint8, which would be divided by 255: give them as float32.")
     for part, counts in sizes.items():
         np.save(folder / f"offsets_{part}.npy", np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
-    return known
+    return np.array(sorted(known))
 
 
 def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growing]:

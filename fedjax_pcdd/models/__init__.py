@@ -186,9 +186,9 @@ def normalisation_params(model: nn.Module, image_shape: tuple[int, ...]) -> tupl
 
 def is_own(model: Any) -> bool:
     """Whether a model, a name or an object, is the user's."""
-    return (
-        model not in _OWN if isinstance(model, str) else not isinstance(getattr(model, "backbone", None), layers.Typed)
-    )
+    if isinstance(model, str):
+        return model not in _OWN
+    return not isinstance(getattr(model, "backbone", None), layers.Typed)
 
 
 def forget() -> None:

@@ -113,10 +113,10 @@ def build_model(config: RunConfig, model: Any, dataset: Dataset) -> Classifier:
     if isinstance(model, Classifier):
         if config.neck or config.bn == "group":
             raise UserError("the model that was given has a neck and norms of its own: drop `neck` and `bn=group`.")
-        types = (
-            {"dtype": TYPES[config.precision]} if config.precision == "bfloat16" and not models.is_own(model) else {}
-        )
-        return model.clone(**types, backbone=model.backbone.clone(**types)) if types else model
+        if config.precision != "bfloat16" or models.is_own(model):
+            return model
+        dtype = TYPES[config.precision]
+        return model.clone(dtype=dtype, backbone=model.backbone.clone(dtype=dtype))
     model = models.build(
         model, num_classes=dataset.num_classes, image_shape=dataset.x_train.shape[1:], text=dataset.text,
         norm="group" if config.bn == "group" else "batch",

@@ -258,6 +258,8 @@ def test_tests_that_number_classes_otherwise_are_renumbered_by_the_names():
     np.testing.assert_array_equal(fp.from_torch(train, dogs).y_test, LABELS + 1)
     with pytest.raises(fp.UserError, match="the test set has a class ant that the training set has not"):
         fp.from_torch(dogs, train)
+    with pytest.raises(fp.UserError, match="a test label is 1, and 1 classes are named: name all of them"):
+        fp.from_torch(train, Items(pairs, classes=["cat"]))
     other = type("Other", (ClassLabel,), {"names": ("dog", "cat")})
     other.__name__ = "ClassLabel"
     tests = type("Rows", (Split,), {"features": Split.features | {"kind": other()}})(split((12, 20)))
