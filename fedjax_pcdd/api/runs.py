@@ -122,6 +122,7 @@ class Session:
       setup: the `Setup` that they share.
       records: what is kept of each [E].
       simulation: with the number of lanes that is used.
+      say: as in `run`.
       state: from which training begins.
       since: progress of each before that [E].
     """
@@ -129,6 +130,7 @@ class Session:
     def __init__(self, asked: Sequence[Asked], say: Say, opened: ExitStack):
         """Prepare all experiments, open or create their folders, and restore the newest checkpoints."""
         loggers.check(asked[0].config)
+        self.say = say
         self.setup = setup([(request.config, request.method) for request in asked], asked[0].given)
         for e in range(len(asked)):
             for sentence in self.setup.advice(e):
@@ -184,6 +186,10 @@ class Session:
             best = _joined([run.best for run in runs]) if self.setup.keeps_best else None
             state = _joined([run.state for run in runs]) if any(run.stopped for run in runs) else runs[0].runs.state
             results = self.setup.concluded(self.simulation, runs[0].round, state, best, results)
+        for run, result_of_run in zip(runs, results, strict=True):
+            if not run.error and (client := result_of_run.get("diverged_client")) is not None:
+                advice = "so that PA has no value: choose a smaller `lr`, or set `grad_clip`."
+                self.say(f"fine-tuning diverged: the loss of client {client} is not finite, {advice}")
         outcomes = zip(self.records, runs, results, strict=True)
         return [run.error or record.conclude(run, result) for record, run, result in outcomes]  # pyright: ignore
 

@@ -368,9 +368,9 @@ def _searched(records: list[RunRecord], name: str) -> tuple[dict[Any, list[RunRe
       Then the number of such sets.
     """
     sets: dict[str, dict[Any, list[RunRecord]]] = {}
-    other_options = [option for option in differing([record.config for record in records]) if option != name]
+    other_options = [option for option in differing([record.settings for record in records]) if option != name]
     for record in records:
-        members = sets.setdefault(str([record.config.get(option) for option in other_options]), {})
+        members = sets.setdefault(str([record.settings.get(option) for option in other_options]), {})
         members.setdefault(record.resolved["hyperparameters"][name], []).append(record)
     compared = [paired for members in sets.values() if len(members) > 1 and (paired := of_common_seeds(members))]
     return max(compared, key=lambda members: sum(map(len, members.values())), default={}), len(compared)

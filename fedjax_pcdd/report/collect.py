@@ -21,7 +21,7 @@ from fedjax_pcdd.training.presets import has_own_partition
 
 OF_DATA = "data set"
 INPUTS = (OF_DATA, "pipeline", "model object", "method object")
-"""Entries of a record's `config` besides its options: short digests of what was read or passed in as objects."""
+"""What `RunRecord.inputs` may hold: short digests of what was read or passed in as objects."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -33,13 +33,13 @@ class RunRecord:
 
     Args:
       path: the folder, as it was named.
-      config: every option by field name, and `INPUTS` where they are recorded; options that an older run did not know
-        have their defaults.
+      config: every option by field name; options that an older run did not know have their defaults.
       text: config.yaml as written.
       resolved: resolved.json: lanes, hyper-parameters as used, and preset, split, variant and command where recorded.
       rows: metrics.jsonl, accuracies as shares.
       clients: clients.jsonl.
       summary: summary.json, None while the run is unfinished.
+      inputs: those of `INPUTS` that are recorded.
     """
 
     path: Path
@@ -49,6 +49,12 @@ class RunRecord:
     rows: list[dict[str, Any]]
     clients: list[dict[str, Any]]
     summary: dict[str, Any] | None
+    inputs: dict[str, str]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options, and what the run was given besides."""
+        return self.config | self.inputs
 
     @property
     def result(self) -> dict[str, Any]:
@@ -228,9 +234,8 @@ def read_record(path: Path) -> RunRecord:
     trees = (resolved.get("hyperparameters", {}), inputs, isinstance(inputs, dict) and (inputs.get("objects") or {}))
     if not valid or not all(isinstance(tree, dict) for tree in trees):
         raise UserError(f"{path / 'resolved.json'} is damaged: resume the run, or leave it out.")
-    config |= _inputs(config, inputs)
     rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")
-    record = RunRecord(path, config, text, resolved, rows, clients, summary)
+    record = RunRecord(path, config, text, resolved, rows, clients, summary, _inputs(config, inputs))
     digest = record.partition  # read now, so that a damaged one is left out
     if has_own_partition(config["partition"], config["run_dir"]):
         config |= _of_own_partition(record, digest or "")

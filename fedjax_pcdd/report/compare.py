@@ -101,7 +101,7 @@ def _first(members: Sequence[Entry], reference: RunRecord) -> Entry | None:
     of_data = {"dataset", "task", OF_DATA, *PARTITION}
     same_method = [entry for entry in members if entry.runs[0].method == reference.method]
     for entry in same_method:
-        if not {*differing([entry.runs[0].config, reference.config])} - of_data:
+        if not {*differing([entry.runs[0].settings, reference.settings])} - of_data:
             return entry
     other_data = data_of(members[0].runs[0]) != data_of(reference)
     return same_method[0] if other_data and len(same_method) == 1 else None

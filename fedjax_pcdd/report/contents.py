@@ -159,8 +159,8 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
         members.setdefault((run.config.get(rows), run.config.get(columns) if columns else metric), []).append(run)
     labels, heads = (_in_order(dict.fromkeys(key[i] for key in members)) for i in (0, 1))
     is_share = metric.startswith(("ga_", "pa_")) and not metric.endswith("_round")
-    varied = {name for cell in members.values() for name in differing([run.config for run in cell])}
-    varied |= {*differing([run.config for run in finished])} & {field.name for field in fields(RunConfig)}
+    varied = {name for cell in members.values() for name in differing([run.settings for run in cell])}
+    varied |= {*differing([run.settings for run in finished])} & {field.name for field in fields(RunConfig)}
     varied, lines = sorted(varied - {rows, columns, "preset"}), []
     for value in labels:
         cells = [_mean_of(members.get((value, head), ()), metric, varied, 100.0 if is_share else 1.0) for head in heads]
@@ -198,7 +198,7 @@ def _mean_of(runs: Runs, metric: str, varied: Sequence[str], factor: float) -> C
             by_seed.setdefault(run.seed, []).append(run)
     means = [sum(run.result[metric] for run in members) / len(members) for members in by_seed.values()]
     origins = [
-        (None, seed, frozenset((_origin(run), str([run.config.get(name) for name in varied])) for run in members))
+        (None, seed, frozenset((_origin(run), str([run.settings.get(name) for name in varied])) for run in members))
         for seed, members in by_seed.items()
     ]
     return over_seeds(means, origins, factor)

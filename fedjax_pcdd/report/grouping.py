@@ -142,14 +142,14 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
 
 def _told_apart(named: Sequence[tuple[Names, RunRecord]]) -> list[tuple[Names, RunRecord]]:
     """Runs of a preset's split, with the inputs in which they differ among their settings."""
-    varied = [name for name in differing([run.config for _, run in named]) if name in INPUTS]
+    varied = [name for name in differing([run.settings for _, run in named]) if name in INPUTS]
     parts = [(names, _settings(run, varied), run) for names, run in named]
     return [((*names[:2], ", ".join(filter(None, (names[2], inputs)))), run) for names, inputs, run in parts]
 
 
 def _problem(run: RunRecord) -> str:
     """Data set, partition and model."""
-    given = run.config.get("model object", "by name") != "by name"
+    given = run.inputs.get("model object", "by name") != "by name"
     default = "model of one's own" if given else "default model"
     return " · ".join([*data_of(run), str(run.config["models"] or run.config["model"] or default)])
 
@@ -163,9 +163,11 @@ def entries(runs: Iterable[RunRecord]) -> list[Entry]:
     """Runs of one group as experiments, each named by the options in which they differ."""
     runs = list(runs)
     common = {*RUN, *INPUTS} - {"method", "method object"}
-    run_options = [name for name in differing([run.config for run in runs]) if name in common]
+    run_options = [name for name in differing([run.settings for run in runs]) if name in common]
     method_options = {
-        method: [name for name in differing([run.config for run in runs if run.method == method]) if name not in common]
+        method: [
+            name for name in differing([run.settings for run in runs if run.method == method]) if name not in common
+        ]
         for method in dict.fromkeys(run.method for run in runs)
     }
     ordered = [run for method in method_options for run in runs if run.method == method]
@@ -196,7 +198,7 @@ def counted(runs: Iterable[RunRecord]) -> list[RunRecord]:
     """The runs, except those that have the options and the seed of a newer one."""
     members: dict[str, list[RunRecord]] = {}
     for run in runs:
-        members.setdefault(str([(k, v) for k, v in run.config.items() if k not in INDIFFERENT]), []).append(run)
+        members.setdefault(str([(k, v) for k, v in run.settings.items() if k not in INDIFFERENT]), []).append(run)
     return [run for repeated in members.values() for run in newest(repeated)]
 
 
@@ -225,4 +227,4 @@ def unlike(runs: Iterable[RunRecord]) -> list[str]:
 
 
 def _settings(run: RunRecord, names: Iterable[str]) -> str:
-    return ", ".join(f"{name}={run.config.get(name)}" for name in names)
+    return ", ".join(f"{name}={run.settings.get(name)}" for name in names)

@@ -3,7 +3,6 @@
 Letters: E experiments of a simulation, K clients.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -33,10 +32,13 @@ Tuned = dict[Protocol, dict[str, np.ndarray]]
 """Accuracies [K] of the clients' tuned models, by protocol of PA and by their name in `metrics.personal`."""
 
 
-def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned], np.ndarray | None]:
+def fine_tuned(
+    tuner: Simulation, state: State, round: int
+) -> tuple[list[Tuned], np.ndarray | None, list[dict[str, Any]]]:
     """PA of all clients of each experiment [E], and GA [E, K] of their models if they keep them, else None.
 
-    An experiment in which a client's loss is no longer finite has no PA (NaN), and a warning says so.
+    Last come further entries of the summaries [E]: where the loss of a client is no longer finite, `diverged_client`,
+    its number; PA is NaN there.
 
     Args:
       tuner: from `Simulation.tuner`.
@@ -59,21 +61,22 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned]
     correct = received[:, None] if correct is None else correct
     per_experiment = [x.reshape(len(federations), -1, *x.shape[1:]) for x in (correct, received)]
     pa: list[Tuned] = []
+    entries: list[dict[str, Any]] = []
     for e, (tuned, as_received, federation) in enumerate(zip(*per_experiment, federations, strict=True)):
         by_rule: dict[Protocol, np.ndarray] = {**rules(tuned, federation.test_class_counts), "received": as_received}
-        if len(lost := diverged[diverged // federation.num_clients == e] % federation.num_clients):
-            advice = "PA has no value: choose a smaller learning rate or clip gradients."
-            warnings.warn(f"fine-tuning diverged: the loss of client {lost[0]} is not finite. {advice}", stacklevel=2)
+        lost = diverged[diverged // federation.num_clients == e] % federation.num_clients
+        entries.append({"diverged_client": int(lost[0])} if len(lost) else {})
+        if len(lost):
             by_rule |= {rule: np.full(x.shape, np.nan) for rule, x in by_rule.items() if rule != "received"}
         all_clients = np.arange(federation.num_clients)
         pa.append({rule: personal(federation, all_clients, answers) for rule, answers in by_rule.items()})
     if tuner.methods.traits().global_model:
-        return pa, None
+        return pa, None, entries
     state = state._replace(servers=servers)  # not the servers of the last portion
     classes = federations[0].dataset.num_classes  # later columns are of validation samples
     local = tuner.evaluator.personal(state, own=False)[:, :classes].sum(1)
     ga = accuracy(local, len(federations[0].dataset.y_test))
-    return pa, ga.reshape(len(federations), -1)
+    return pa, ga.reshape(len(federations), -1), entries
 
 
 def _cohorts(tuner: Simulation) -> list[list[np.ndarray]]:
@@ -97,12 +100,12 @@ def from_global(
     measured protocol has the protocol's name. If clients keep the models, GA too is that of the fine-tuned ones (mean
     over clients).
     """
-    pa_best, ga_best = fine_tuned(tuner, tuner.start(best), round)
-    pa_last, ga_last = fine_tuned(tuner, tuner.start(last), round)
+    pa_best, ga_best, entries = fine_tuned(tuner, tuner.start(best), round)
+    pa_last, ga_last, more_entries = fine_tuned(tuner, tuner.start(last), round)
     changes, tuned = [], f"global model fine-tuned for {int(tuner.epochs.max())} epochs"
     for e, result in enumerate(results):
         best_of, last_of = pa_best[e][protocol], pa_last[e][protocol]
-        changed = {
+        changed = entries[e] | more_entries[e] | {
             "pa_protocol": "global model as received" if protocol == "received" else tuned + IN_WORDS[protocol],
             "pa_best_round": result["ga_best_round"], "pa_best_per_client": plain(best_of["pa"]),
             "pa_best_clients": mean(best_of["pa"]),
@@ -126,9 +129,10 @@ def from_last(tuner: Simulation, state: State, round: int, protocol: Protocol = 
     Fine-tuning starts from the averaged running statistics. PA is that of the models as they were tuned, with the
     statistics that tuning has moved (FedRep); GA is that of the parts that clients keep, joined with the server's.
     """
-    pa, ga = fine_tuned(tuner, tuner.storage.copied(state._replace(statistics=())), round)
+    pa, ga, entries = fine_tuned(tuner, tuner.storage.copied(state._replace(statistics=())), round)
     tuned = [accuracies[protocol]["pa"] for accuracies in pa]
-    added = [{"pa_tuned": mean(shares), "pa_tuned_per_client": plain(shares)} for shares in tuned]
+    accuracies = [{"pa_tuned": mean(shares), "pa_tuned_per_client": plain(shares)} for shares in tuned]
+    added = [new | entry for new, entry in zip(accuracies, entries, strict=True)]
     return added if ga is None else [a | {"ga_tuned": mean(shares)} for a, shares in zip(added, ga, strict=True)]
 
 

@@ -603,3 +603,27 @@ def test_double_precision_is_refused_and_can_be_switched_off_for_a_run(federatio
             assert (
                 fp.simulate(federation, "fedavg", **small(rounds=1)).variables["params"]["head"]["bias"].dtype == "f4"
             )
+
+
+@struct.dataclass
+class Untrained(fp.Method):
+    """FedAvg that stays with its first model."""
+
+    def aggregate(self, server, message, weights, context):
+        """The server as it was."""
+        return server
+
+    def local_update(self, evaluate, step, variables, batch, context):
+        """No step."""
+        loss, state, gradients = evaluate(variables)
+        return loss, state, step(jax.tree.map(jnp.zeros_like, gradients))
+
+
+def test_a_run_says_which_client_diverged_in_fine_tuning(federation):
+    options = {"lr": 1e30, "momentum": 0.0, "weight_decay": 0.0, "fine_tune_epochs": 3}
+    with pytest.warns(
+        UserWarning, match=r"fine-tuning diverged: the loss of client \d is not finite, so that PA has no"
+    ):
+        history = fp.simulate(federation, Untrained(), **small(rounds=1) | options)
+    assert history.summary["pa_best"] is history.summary["pa_last"] is None
+    assert history.summary["diverged_client"] in range(10)

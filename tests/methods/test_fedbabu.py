@@ -69,7 +69,7 @@ def test_fine_tuning_moves_only_the_chosen_part(part, moving):
 def test_fine_tuning_returns_a_ga_only_if_ga_is_that_of_the_tuned_models(ga):
     simulated = toy.simulation("fedbabu", ga=ga)
     tuner = simulated.tuner(1)
-    (by_protocol,), tuned_ga = fine_tuned(tuner, tuner.start(simulated.start().servers.variables), 3)
+    (by_protocol,), tuned_ga, _ = fine_tuned(tuner, tuner.start(simulated.start().servers.variables), 3)
     pa = by_protocol["last"]["pa"]
     assert np.all((pa >= 0) & (pa <= 1))
     assert (tuned_ga is None) == (ga == "global")

@@ -134,7 +134,7 @@ def test_tuning_starts_from_the_servers_etf_and_yields_pa_alone():
     state, tuner = simulated.start(), simulated.tuner(epochs=1)
     start = tuner.start(state.servers.variables)
     np.testing.assert_array_equal(start.servers.etf, state.servers.etf)
-    (by_protocol,), ga = fine_tuned(tuner, start, 3)
+    (by_protocol,), ga, _ = fine_tuned(tuner, start, 3)
     pa = by_protocol["last"]["pa"]
     assert ga is None
     assert pa.shape == (5,)

@@ -57,8 +57,8 @@ def test_from_global_tests_every_clients_tuned_model():
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_a_client_whose_fine_tuning_diverges_leaves_no_pa_and_is_named():
     tuner, best, last = global_models(lr=1e30)
-    with pytest.warns(UserWarning, match=r"fine-tuning diverged: the loss of client \d is not finite. PA has no value"):
-        (result,) = from_global(tuner, best, last, 3, [RESULT])
+    (result,) = from_global(tuner, best, last, 3, [RESULT])
+    assert result["diverged_client"] in range(5)
     assert result["pa_best"] is result["pa_last"] is result["pa_last_best"] is None
     assert set(result["pa_best_per_client"]) == {None}
     assert result["pa_received_best"] > 0

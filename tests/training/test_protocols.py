@@ -151,10 +151,10 @@ def test_best_epochs_of_fine_tuning_are_never_below_the_model_before_it():
     simulated = toy.simulation(cohort=5, noise=120)
     state, _ = toy.train(simulated, (0, 1))
     tuner = simulated.tuner(3, tests_epochs=True)
-    (pa,), _ = fine_tuned(tuner, tuner.start(state.servers.variables), 3)
+    (pa,), _, _ = fine_tuned(tuner, tuner.start(state.servers.variables), 3)
     means = {name: np.nanmean(values["pa"]) for name, values in pa.items()}
     assert means["best_epoch"] >= means["best_mean"] >= max(means["last"], means["received"])
-    (plain,), _ = fine_tuned(simulated.tuner(3), tuner.start(state.servers.variables), 3)
+    (plain,), _, _ = fine_tuned(simulated.tuner(3), tuner.start(state.servers.variables), 3)
     assert plain.keys() == {"last", "received"}
     np.testing.assert_array_equal(plain["last"]["pa"], pa["last"]["pa"])
 
