@@ -231,8 +231,8 @@ def read_record(path: Path) -> RunRecord:
     resolved, summary = folder.read_json("resolved.json") or {}, folder.summary()
     valid = all(isinstance(resolved.get(name, ""), str | None) for name in ("preset", "split", "variant", "command"))
     inputs = resolved.get("inputs") or {}
-    trees = (resolved.get("hyperparameters", {}), inputs, isinstance(inputs, dict) and (inputs.get("objects") or {}))
-    if not valid or not all(isinstance(tree, dict) for tree in trees):
+    objects = (inputs.get("objects") or {}) if isinstance(inputs, dict) else None
+    if not (valid and isinstance(resolved.get("hyperparameters", {}), dict) and isinstance(objects, dict)):
         raise UserError(f"{path / 'resolved.json'} is damaged: resume the run, or leave it out.")
     rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")
     record = RunRecord(path, config, text, resolved, rows, clients, summary, _inputs(config, inputs))
