@@ -59,8 +59,10 @@ def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, 
     begun = (folder / "config.yaml").is_file()
     if last is not None and begun and len(rows(folder)) >= last:
         return (folder / "summary.json").is_file()
+    data_dir = options.get("data_dir")  # a text where the options came through JSON
+    own = {"data_dir": None if data_dir is None else Path(data_dir), "run_dir": folder, "quiet": True}
     resumption = {"resume": folder} if begun else {}
-    config, method = build({"checkpoint_every": 1, **options, "run_dir": folder, "quiet": True, **resumption})
+    config, method = build({"checkpoint_every": 1, **options, **own, **resumption})
     try:
         run(config, method, last=[Until(last, seconds)])
     except Enough:
