@@ -38,9 +38,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_pcdd.analysis.quantities import QUANTITIES
+from fedjax_pcdd.cli.analysis_text import Options, labels_of, table
+from fedjax_pcdd.cli.cost_analyses import burden, rounds, traffic
 from fedjax_pcdd.cli.messages import flag, guarded
 from fedjax_pcdd.cli.options import configure, scan
-from fedjax_pcdd.cli.run_analyses import Options, bilateral, burden, grid, labels_of, rounds, table, tracked, traffic
+from fedjax_pcdd.cli.quantity_analyses import tracked
+from fedjax_pcdd.cli.sweep_analyses import bilateral, grid
 from fedjax_pcdd.cli.task_analyses import Lines, ablation, correlation, embedding, tasks
 from fedjax_pcdd.data.federation import heat_maps, map_of, read_counts
 from fedjax_pcdd.errors import UserError, as_path, at_once, nearest, writing

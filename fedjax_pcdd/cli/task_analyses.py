@@ -14,12 +14,11 @@ from fedjax_pcdd.analysis.domain_figures import (
     separation,
 )
 from fedjax_pcdd.analysis.pictures import diagonals, draw_matrices
-from fedjax_pcdd.cli.run_analyses import of_common_seeds
 from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import RunRecord, readable
-from fedjax_pcdd.report.grouping import differing
+from fedjax_pcdd.report.grouping import differing, of_common_seeds
 from fedjax_pcdd.report.tables import NOTHING
 from fedjax_pcdd.training.folder import RunFolder
 

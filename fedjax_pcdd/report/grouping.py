@@ -1,5 +1,6 @@
 """Which runs repeat one experiment with other seeds, and which experiments stand side by side."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,19 @@ def newest(runs: Iterable[RunRecord]) -> tuple[RunRecord, ...]:
     """The newest run of each seed, by rising seed."""
     by_seed = {run.seed: run for run in sorted(runs, key=RunRecord.changed)}
     return tuple(by_seed[seed] for seed in sorted(by_seed))
+
+
+def of_common_seeds(members: dict[Any, list[RunRecord]]) -> dict[Any, list[RunRecord]]:
+    """The newest runs of each value, of the seeds that all values have; {} if there is no such seed.
+
+    Runs that are left out are named on stderr.
+    """
+    common = set.intersection(*({run.seed for run in runs} for runs in members.values()))
+    kept = {value: [run for run in newest(runs) if run.seed in common] for value, runs in members.items()}
+    for run in [run for value, runs in members.items() for run in runs if run not in kept[value]]:
+        why = "repeats a seed" if run.seed in common else f"has a seed, {run.seed}, that the others beside it have not"
+        print(f"left out: {run.path} {why}.", file=sys.stderr)
+    return kept if common else {}
 
 
 def counted(runs: Iterable[RunRecord]) -> list[RunRecord]:

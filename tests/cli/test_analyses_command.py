@@ -11,7 +11,7 @@ import pytest
 from made_up_runs import write_run
 
 from fedjax_pcdd.api import runs
-from fedjax_pcdd.cli import analyse, run_analyses
+from fedjax_pcdd.cli import analyse, cost_analyses
 from fedjax_pcdd.cli.analyse import analyse_main, table
 from fedjax_pcdd.data.federation import read_counts
 from fedjax_pcdd.training.config import build
@@ -151,7 +151,7 @@ def test_fedavg_with_other_work_or_device_is_not_a_reference_for_time(tmp_path, 
 
 def test_the_burden_picture_has_means_over_partitions_that_all_methods_have(tmp_path, capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr(run_analyses, "draw_burdens", lambda burdens, path: drawn.extend(burdens))
+    monkeypatch.setattr(cost_analyses, "draw_burdens", lambda burdens, path: drawn.extend(burdens))
     for method, results in {"fedavg": [(0.2, 1), (0.4, 1), (0.9, 1)], "fedprox": [(0.4, 2), (0.8, 8)]}.items():
         for i, (ga, seconds) in enumerate(results):
             run = write_run(tmp_path / f"{method}{i}", ga, method=method, shift=i, model="mlp", cohort=2)
