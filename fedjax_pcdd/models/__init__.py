@@ -17,10 +17,12 @@ from fedjax_pcdd.models.cnn import fedrl_cnn, femnist_cnn, mcmahan_cnn, simple_c
 from fedjax_pcdd.models.efficientnet import EfficientNet, flamby_efficientnet
 from fedjax_pcdd.models.etf import etf_from, simplex_etf
 from fedjax_pcdd.models.googlenet import GoogLeNet
+from fedjax_pcdd.models.linen_modules import spelled
 from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.mobilenet import MobileNet
-from fedjax_pcdd.models.own_modules import NnxBackbone, abstract, adapted, nnx_norms, spelled
+from fedjax_pcdd.models.nnx_modules import NnxBackbone, abstract, nnx_norms
+from fedjax_pcdd.models.own_modules import adapted
 from fedjax_pcdd.models.pair import Pair
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleNet

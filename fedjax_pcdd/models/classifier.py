@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.models.convolution_table import Choices, choosing
 from fedjax_pcdd.models.layers import BatchNorm, Linear, Typed
-from fedjax_pcdd.models.own_modules import OwnHead, in_this_engine, spelled
+from fedjax_pcdd.models.linen_modules import OwnHead, in_this_engine, spelled
 from fedjax_pcdd.trees import size
 
 Variables = dict[str, Any]
@@ -54,7 +54,7 @@ class Classifier(Typed):
     Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, without parts that it lacks.
 
     Attributes:
-      backbone: a Linen module that returns [B, D'], called with the arguments of `own_modules.spelled`.
+      backbone: a Linen module that returns [B, D'], called with the arguments of `linen_modules.spelled`.
       num_classes: C.
       neck: 0, 1 or 2 linear layers with a ReLU between them but not at the end.
       neck_width: D, outputs of the neck's last layer; None for as many as the backbone has.
