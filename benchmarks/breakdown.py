@@ -16,7 +16,7 @@ from benchmarks.overhead import simulate
 from benchmarks.round_time import federation
 from benchmarks.table import hardware, pin, save
 from benchmarks.workloads import WORKLOADS
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = .*? ([\w\-]+)\((.*)")
 PLACE = re.compile(r'op_name="[^"]*?(transpose\()?jvp\(\w*\)\)?/(?:backbone/)?(\w+)')

@@ -25,7 +25,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.devices import select_device
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local
 

@@ -32,7 +32,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, Partition
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import sizes

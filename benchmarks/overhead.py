@@ -31,7 +31,7 @@ from fedjax_pcdd.engine.jobs import Inputs
 from fedjax_pcdd.engine.lanes import run_lanes
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import compiler_options
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local, ServerContext
 from fedjax_pcdd.models.classifier import forward, initialise

@@ -30,7 +30,7 @@ from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import get
 from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import forward, initialise

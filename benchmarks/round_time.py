@@ -24,7 +24,7 @@ from fedjax_pcdd.data.partition import dirichlet
 from fedjax_pcdd.engine.devices import TYPES, products, select_device
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS

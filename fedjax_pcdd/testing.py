@@ -27,7 +27,7 @@ from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError, nearest, shortened
 from fedjax_pcdd.methods.declared import misspelt
 from fedjax_pcdd.methods.method import Local, Method

@@ -17,7 +17,7 @@ from flax import struct  # noqa: E402
 from fedjax_pcdd import models  # noqa: E402
 from fedjax_pcdd.cli.run import main  # noqa: E402
 from fedjax_pcdd.engine.planning import Experiment  # noqa: E402
-from fedjax_pcdd.engine.round import Simulation  # noqa: E402
+from fedjax_pcdd.engine.simulation import Simulation  # noqa: E402
 from fedjax_pcdd.methods import METHODS  # noqa: E402
 from fedjax_pcdd.methods.method import Local, Message, Method, Server  # noqa: E402
 

@@ -13,7 +13,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS, Context
 from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.resnet import ResNet

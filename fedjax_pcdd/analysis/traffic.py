@@ -23,7 +23,7 @@ from fedjax_pcdd.engine.jobs import Inputs, context_of, load, train_step
 from fedjax_pcdd.engine.lanes import summary_of
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import Tree, facts_of, unlabelled
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Context, Derived, Keys, Local, Message, Method, ServerContext
 from fedjax_pcdd.methods.participant import PublicBatch, model_of

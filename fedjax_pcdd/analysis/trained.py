@@ -17,9 +17,10 @@ from flax import struct
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.evaluation import by_client, personal_logits
 from fedjax_pcdd.engine.jobs import only
-from fedjax_pcdd.engine.lanes import inputs_of, run_lanes
+from fedjax_pcdd.engine.lanes import run_lanes
 from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, with_own
+from fedjax_pcdd.engine.round import inputs_of
 from fedjax_pcdd.methods.method import Context, Local, Message, Method
 from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.trees import select

@@ -16,7 +16,7 @@ from fedjax_pcdd.analysis.curves import CURVES, axis_of, curve, frame, look, ser
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError, as_path, nearest, shortened, writing
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.methods.own_layers import without_own_layers

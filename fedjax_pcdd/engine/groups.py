@@ -27,7 +27,6 @@ from fedjax_pcdd.engine.blocks import client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.executables import compiled
-from fedjax_pcdd.engine.lanes import aggregated
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import (
     CLIENT,
@@ -43,7 +42,8 @@ from fedjax_pcdd.engine.program import (
     samples_of,
     stream_of,
 )  # fmt: skip
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.round import aggregated
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import built
 from fedjax_pcdd.methods.method import Local, Message, Method, Server

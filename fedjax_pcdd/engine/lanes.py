@@ -1,4 +1,4 @@
-"""One round as a pure function: local training of all jobs in lanes, then aggregation in every experiment.
+"""Local training of all jobs of a round in lanes.
 
 Lanes are L workers that each train one client after another; a step of all lanes is one step over a leading axis.
 The loop over segments loads jobs into lanes, runs the steps of the segment, and finishes the jobs that end: their
@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.data.augment import prepare
-from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.evaluation import client_batches, logits_of, on_own_tests
 from fedjax_pcdd.engine.jobs import Inputs, Lane, context_of, load, method_and_server, train_step
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
@@ -26,23 +25,19 @@ from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import (
     LAYERS,
     OPTIMISER,
-    Data,
     Program,
-    Report,
     State,
     Tree,
     block_of,
     facts_of,
     layers_of,
-    lift,
     over,
     put,
-    unlabelled,
 )  # fmt: skip
 from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
 from fedjax_pcdd.methods.checks import of_kind, same_shapes, weighable
-from fedjax_pcdd.methods.method import Batch, Context, Keys, Local, Message, ServerContext
+from fedjax_pcdd.methods.method import Batch, Context, Keys, Message
 from fedjax_pcdd.trees import at, select, where, zeros_like
 
 LANES = "lanes"  # the axis over which lanes are mapped
@@ -173,7 +168,7 @@ def reduce(program: Program, jobs: Jobs, job, live, total: Message, message: Mes
     return mean, jax.tree.map(partial(add, weight=jnp.ones_like(weight)), sums[1], new[1])
 
 
-def _empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]:
+def empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]:
     """The lanes (() if none outlives a segment) and the outcome before the first segment."""
     jobs = inputs.jobs.row.shape[0]
     lane = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
@@ -203,7 +198,7 @@ def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Share
     if summary is None or not summary.last:
         return run()
     data = own_shard(inputs.data) if program.split_data else inputs.data
-    total = jax.eval_shape(partial(_empty, program, inputs._replace(data=data), state))[1].message.total
+    total = jax.eval_shape(partial(empty, program, inputs._replace(data=data), state))[1].message.total
 
     def without_summary():
         outcome = _run(replace(program, summarises=False), inputs, state, plan)
@@ -242,13 +237,13 @@ def _run_share(program: Program, inputs: Inputs, state: State, shared: Shared) -
 
 
 def _run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan) -> Outcome:
-    carry = _empty(program, inputs, state)
+    carry = empty(program, inputs, state)
     if program.blocks.together and program.lanes > 1 and len(inputs.jobs.row) <= program.lanes:
         return _whole_jobs(program, inputs, state, plan, 0, carry[1])
-    return _segments(program, inputs, state, plan, 0, plan.num_segments, carry)[1]
+    return run_segments(program, inputs, state, plan, 0, plan.num_segments, carry)[1]
 
 
-def _segments(program: Program, inputs: Inputs, state: State, plan: Plan, first, stop, carry):
+def run_segments(program: Program, inputs: Inputs, state: State, plan: Plan, first, stop, carry):
     """Run the segments from first to stop; the carry is the lanes, if any outlives a segment, and the outcome."""
     if not program.blocks.together:
         return jax.lax.fori_loop(first, stop, partial(_segment, program, inputs, state, plan), carry)
@@ -323,112 +318,3 @@ def train(program: Program, inputs: Inputs, plan: Plan, segment, lane: Lane, ind
     if blocks.steps:
         return jax.lax.fori_loop(0, blocks.steps, lambda i, lane: step(start + i, lane), lane)
     return jax.lax.fori_loop(start, stop, step, lane)
-
-
-@full_precision
-def training_round(program: Program, methods, hyper, data, keys, state: State, sent: Parcel) -> tuple[State, Report]:
-    """One round: local training of all jobs, then aggregation in every experiment.
-
-    The new state's servers are the next ones or, if `Program.aggregates` is False, the former ones and their messages.
-
-    Args:
-      sent: plan, jobs and round number.
-    """
-    plan, jobs, round = opened(sent)
-    inputs = inputs_of(methods, hyper, data, keys, state.servers, jobs, round)
-    return _ended(program, inputs, keys, state, run_lanes(program, inputs, state, plan))
-
-
-class Work(NamedTuple):
-    """What all chunks share of a round that goes through its samples in chunks, on one device."""
-
-    methods: Any  # [E]
-    hyper: Local  # [E]
-    keys: jax.Array  # [E]
-    servers: Tree  # [E, ...]
-    jobs: Jobs
-    round: Any
-
-    def on(self, data: Data) -> Inputs:
-        """What jobs read whose samples are among these."""
-        return inputs_of(self.methods, self.hyper, data, self.keys, self.servers, self.jobs, self.round)
-
-
-@full_precision
-def begin_round(program: Program, data: Data, kept, work: Work) -> Any:
-    """The initial carry of such a round.
-
-    Args:
-      data: of any chunk.
-      kept: clients and statistics.
-    """
-    return _empty(program, work.on(data), State(work.servers, *kept))
-
-
-@full_precision
-def part_of_round(program: Program, data: Data, carry, work: Work, plan: Plan, first, stop) -> Any:
-    """Run the segments from first to stop of such a round; its state is in the carry."""
-    return _segments(program, work.on(data), State(work.servers, (), ()), plan, first, stop, carry)
-
-
-@full_precision
-def end_round(program: Program, data: Data, kept, outcome: Outcome, work: Work) -> tuple[State, Report]:
-    """The result of such a round, of whose outcome clients and statistics come by themselves, as `kept`."""
-    outcome = outcome._replace(clients=kept[0], statistics=kept[1])
-    return _ended(program, work.on(data), work.keys, State(work.servers, (), ()), outcome)
-
-
-def inputs_of(methods, hyper, data, keys, servers, jobs, round) -> Inputs:
-    """What the jobs of a round read, with a key for each."""
-
-    def job_key(number, experiment):
-        return jax.random.fold_in(jax.random.fold_in(keys[experiment], round), number)
-
-    return Inputs(methods, hyper, servers, data, jobs, jax.vmap(job_key)(jobs.number, jobs.experiment), round)
-
-
-def _ended(program: Program, inputs: Inputs, keys, state: State, outcome: Outcome) -> tuple[State, Report]:
-    """The state and report of a round: aggregate in every experiment, and write the clients' state."""
-    methods, hyper, data, jobs, round = inputs.methods, inputs.hyper, inputs.data, inputs.jobs, inputs.round
-    mean, total, each = outcome.message
-    if program.experiments == 1:
-        mean, total = jax.tree.map(lambda x: x[None], (mean, total))
-    message = Message(mean, total, each)
-    servers = state.servers, message
-    if program.aggregates:
-        servers = aggregated(program, methods, hyper, data, keys, state.servers, message, jobs, round)
-    clients, statistics = outcome.clients, outcome.statistics
-    if not (program.split_clients or program.in_place):
-
-        def write(old, new):  # only of jobs with steps
-            slots = jnp.where(jobs.steps > 0, jobs.slot, old.shape[0])
-            return old.at[slots].set(new, mode="drop", unique_indices=False)
-
-        clients, statistics = jax.tree.map(write, (state.clients, state.statistics), (clients, statistics))
-    return State(servers, clients, statistics), Report(outcome.loss, outcome.correct, outcome.before)
-
-
-@full_precision
-def aggregated(
-    program: Program, methods, hyper, data, keys, servers: Tree, message: Message, jobs: Jobs, round
-) -> Tree:
-    """The next servers [E, ...] from reduced messages: `mean` and `total` [E, ...], `each` [J, ...] of all jobs."""
-    setting, experiments = program.setting, program.experiments
-
-    def aggregate(method, server, message, weights, hyper, clients, steps, key):
-        key = jax.random.fold_in(jax.random.fold_in(key, round), setting.num_clients)
-        public, count = unlabelled(program, data), (steps > 0).sum()
-        context = ServerContext(program.model, setting, hyper, round, clients, count, key, public)
-        after = method.aggregate(server, message, weights, context)
-        same_shapes(method, "aggregate", "server's next state", after, server, "init_server made it")
-        return where(weights.sum() > 0, after, server)
-
-    def by_experiment(tree):
-        return jax.tree.map(lambda x: x.reshape(experiments, -1, *x.shape[1:]), tree)
-
-    each, weights, clients, steps = by_experiment(
-        (message.each, jobs.weight, jobs.row % setting.num_clients, jobs.steps)
-    )
-    return lift(aggregate, experiments)(
-        methods, servers, message._replace(each=each), weights, hyper, clients, steps, keys
-    )

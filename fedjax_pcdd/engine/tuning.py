@@ -21,8 +21,8 @@ from fedjax_pcdd.engine.devices import free_memory, full_precision, is_out_of_me
 from fedjax_pcdd.engine.jobs import Inputs, load, train_step
 from fedjax_pcdd.engine.mesh import devices_of
 from fedjax_pcdd.engine.program import State, lift, put
-from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import Plan, most_jobs
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.classifier import Classifier, arithmetic
 from fedjax_pcdd.models.convolution_forms import FORMS, fits, forward, input_gradient, weight_gradient

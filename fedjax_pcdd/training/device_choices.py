@@ -23,8 +23,8 @@ from fedjax_pcdd.engine.devices import OutOfMemory
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.mesh import devices_of
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import most_jobs
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.engine.tuning import operations, time_forms
 from fedjax_pcdd.errors import Say, UserError, in_one_line
 from fedjax_pcdd.models.convolution_table import Choices, Operation, Rule, as_json, from_json, table

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State, Tree
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.calibration import Calibration
 from fedjax_pcdd.methods.gaussian_head import GaussianHead

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.engine.program import State, Tree
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 
 BACKBONE = "backbone"

@@ -18,7 +18,7 @@ from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, co
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import State, forget
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method, Traits

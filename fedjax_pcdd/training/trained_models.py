@@ -17,7 +17,7 @@ from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups, of_group
 from fedjax_pcdd.engine.program import State, Tree, facts_of, with_own
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import Classifier, Outputs, forward

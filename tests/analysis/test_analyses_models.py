@@ -17,7 +17,7 @@ from fedjax_pcdd.analysis.trained import STEPS, Observed, Steps
 from fedjax_pcdd.analysis.views import View, class_means, random_probe
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import hold_out
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local

@@ -23,7 +23,7 @@ from fedjax_pcdd.api.data import options_that_load
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.models import forward
 from fedjax_pcdd.training.config import RUN, RunConfig
 from fedjax_pcdd.training.loop import own_state

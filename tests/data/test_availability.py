@@ -11,8 +11,8 @@ import fedjax_pcdd as fp
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.availability import Availability, availability
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import cohort
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models import build as build_model

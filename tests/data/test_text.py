@@ -20,7 +20,7 @@ from fedjax_pcdd.data.partition import natural
 from fedjax_pcdd.data.text import read_text, split
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local

@@ -18,8 +18,8 @@ from fedjax_pcdd.engine.blocks import PADDING, WAITING, Blocks, Pass, block_size
 from fedjax_pcdd.engine.blocks import client_pass as pass_of
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import layout
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local
 

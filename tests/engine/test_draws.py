@@ -12,7 +12,7 @@ from flax import struct
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.program import ROUNDS, stream_of
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import Message, Method
 from fedjax_pcdd.methods.method import Keys
 from fedjax_pcdd.methods.participant import Exchanging

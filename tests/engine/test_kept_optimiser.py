@@ -15,7 +15,7 @@ from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.jobs import resumed
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import OPTIMISER
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.testing import leaves

@@ -20,7 +20,7 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import LAYERS
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddyn import FedDyn

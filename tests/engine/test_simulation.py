@@ -18,10 +18,10 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule, tuning
 from fedjax_pcdd.engine.execution import Execution
-from fedjax_pcdd.engine.lanes import training_round
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import CLIENT, SERVER, stream_of
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.round import training_round
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Method, hyperparameter

@@ -18,7 +18,7 @@ from fedjax_pcdd.data.mapped import Rows
 from fedjax_pcdd.engine import tuning
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import start_of
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.engine.streaming import Split
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS

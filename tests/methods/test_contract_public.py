@@ -12,7 +12,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.engine.execution import Execution
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.participant import model_of

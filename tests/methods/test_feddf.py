@@ -22,7 +22,7 @@ from participants import (
 )
 
 from fedjax_pcdd.data.augment import prepare
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.distillation import ensemble_target, kl_to_target
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.method import Message, Method, Server, ServerContext, Unlabelled

@@ -16,7 +16,7 @@ from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods.feddc import FedDC
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.method import Local, Method

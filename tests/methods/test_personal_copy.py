@@ -12,7 +12,7 @@ import fedjax_pcdd as fp
 from fedjax_pcdd import methods, models, testing
 from fedjax_pcdd.data.federation import hold_out
 from fedjax_pcdd.engine.planning import Experiment, Planner
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import validated_step

@@ -10,8 +10,8 @@ import toy
 from in_memory import trained
 
 from fedjax_pcdd.data.sources import load
-from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import endless_batches, streams
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy, focal_loss
 from fedjax_pcdd.methods import METHODS, Method

@@ -15,7 +15,7 @@ import fedjax_pcdd as fp
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.engine import devices, tuning
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
-from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import build
 
@@ -336,7 +336,7 @@ def process(code, *options, **settings):
 ABORTING = """
     import os, sys, jax
     from fedjax_pcdd.cli.run import main
-    from fedjax_pcdd.engine.round import Simulation
+    from fedjax_pcdd.engine.simulation import Simulation
     jax.default_backend = lambda: "gpu"
     Simulation.launch = lambda *_: os.abort()
     sys.exit(main(sys.argv[1:]))
@@ -355,7 +355,7 @@ def test_a_compiler_that_aborts_leaves_a_sentence_and_a_resumable_folder(tmp_pat
 EXHAUSTED_DEVICES = """
     import sys, jax
     from fedjax_pcdd.cli.run import main
-    from fedjax_pcdd.engine.round import Simulation
+    from fedjax_pcdd.engine.simulation import Simulation
     launch = Simulation.launch
     def launched(self, *arguments):
         if self.program.lanes > 1:

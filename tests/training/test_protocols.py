@@ -11,8 +11,8 @@ from in_memory import trained
 import fedjax_pcdd as fp
 from fedjax_pcdd.data.federation import hold_out
 from fedjax_pcdd.engine.execution import Execution
-from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import Jobs
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.method import Traits
