@@ -11,7 +11,7 @@ from statistics import median_low
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.api.programs import groups, portions
-from fedjax_pcdd.api.sweep import PAUSE
+from fedjax_pcdd.api.sweep_folder import PAUSE
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.training.config import values
 from fedjax_pcdd.training.lock import InUse

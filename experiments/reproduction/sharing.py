@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedjax_pcdd.api.sweep import CLAIMS
 from fedjax_pcdd.errors import writing
 from fedjax_pcdd.training.config import values
-from fedjax_pcdd.training.folder import LOCK
+from fedjax_pcdd.training.folder import CLAIMS, LOCK
 from fedjax_pcdd.training.lock import InUse, Lock, owner
 from reproduction import results
 from reproduction.cells import Folders, run_folder

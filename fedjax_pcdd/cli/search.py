@@ -20,7 +20,7 @@ from fedjax_pcdd.report.tables import terminal
 from fedjax_pcdd.training.fields import Option
 
 if TYPE_CHECKING:
-    from fedjax_pcdd.api.sweep import Sweep
+    from fedjax_pcdd.api.sweep_folder import Sweep
 
 OPTIONS = {**SEARCH, "sweep_dir": Option("sweep_dir", Path, True, None), "status": Option("status", bool, False, False)}
 HELP = f"""{__doc__}

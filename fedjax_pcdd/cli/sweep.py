@@ -40,7 +40,7 @@ from fedjax_pcdd.training.fields import Option, convert, write_text
 from fedjax_pcdd.training.metrics import MEASURES
 
 if TYPE_CHECKING:
-    from fedjax_pcdd.api.sweep import Standing, Sweep
+    from fedjax_pcdd.api.sweep_folder import Standing, Sweep
 
 CONSOLE = Screen()
 _TRACEBACK = "Traceback (most recent call last)"
@@ -143,15 +143,15 @@ def of_what_has_begun(options: Mapping[str, str], settings: Mapping[str, Any]) -
     folder = settings["sweep_dir"]
     if folder is None or options.keys() - {"quiet"}:
         return False
-    from fedjax_pcdd.api import sweep
+    from fedjax_pcdd.api.sweep_folder import CONFIG, Sweep, begun
 
     if not settings["status"]:
-        if any(folder.glob(f"*/{sweep.CONFIG}")):
+        if any(folder.glob(f"*/{CONFIG}")):
             raise UserError(
                 f"{folder} holds experiments, and not the command that made them: repeat that one, or ask for `status`."
             )
         return False
-    begun_sweep = sweep.Sweep(sweep.begun(folder), folder, _failed)
+    begun_sweep = Sweep(begun(folder), folder, _failed)
     CONSOLE.print(terminal(status(begun_sweep.standings())))
     return True
 
@@ -200,7 +200,7 @@ def conclude(
     quiet: bool = False,
 ) -> int:  # fmt: skip
     """Write and, unless quiet, show the table; return the exit code, 1 if an experiment failed."""
-    from fedjax_pcdd.api.sweep import ELSEWHERE
+    from fedjax_pcdd.api.sweep_folder import ELSEWHERE
 
     lines = io.StringIO()
     writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
@@ -238,7 +238,7 @@ def status(standings: Sequence["Standing"]) -> Table:
 
 def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Sequence[str]) -> None:
     """Start workers that divide a sweep, and wait for them; the others or the caller do what a dead one leaves."""
-    from fedjax_pcdd.api.sweep import ELSEWHERE
+    from fedjax_pcdd.api.sweep_folder import ELSEWHERE
 
     with writing(logs.parent, ELSEWHERE):
         logs.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedjax_pcdd.api import programs, records, runs, sweep
+from fedjax_pcdd.api import programs, records, runs, sweep_folder
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.data.sources import load
@@ -222,7 +222,7 @@ def test_experiments_trained_together_have_checkpoints_at_one_pace(tmp_path, mon
 
 def test_together_1_runs_experiments_one_by_one(tmp_path, monkeypatch):
     seeds = []
-    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: seeds.append(config.seed) or {"ga_best": 0.5})
+    monkeypatch.setattr(sweep_folder, "run", lambda config, *_, **__: seeds.append(config.seed) or {"ga_best": 0.5})
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.summarise", lambda *_: [{"failed": 0}])
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.as_table", lambda *_: "")
     tmp_path.joinpath("sweep").mkdir()

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import fedjax_pcdd as fp
-from fedjax_pcdd.api import sweep
+from fedjax_pcdd.api import sweep_folder
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.cli.search import search_main
 from fedjax_pcdd.errors import UserError
@@ -107,7 +107,9 @@ def test_a_search_of_the_command_line_is_continued_from_python(tmp_path, monkeyp
     rows = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert {row["experiment"] for row in rows} == {"trial-000", "trial-001"}
     trained = []
-    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: trained.append(config.run_dir.name) or {"ga_best": 0.0})
+    monkeypatch.setattr(
+        sweep_folder, "run", lambda config, *_, **__: trained.append(config.run_dir.name) or {"ga_best": 0.0}
+    )
     results = fp.search({**SMALL, "lr": (0.01, 0.1)}, trials=3, folder=folder)
     assert trained == ["trial-002"]
     assert results.best == {"lr": rows[0]["lr"]}
@@ -148,7 +150,7 @@ def test_a_search_for_pa_of_epochs_that_tests_choose_is_one_on_test_samples(metr
 
 
 def test_a_tuple_of_seeds_is_a_list_of_seeds(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "run", lambda *_, **__: {"ga_best": 0.5, "ga_validation_best": 0.5})
+    monkeypatch.setattr(sweep_folder, "run", lambda *_, **__: {"ga_best": 0.5, "ga_validation_best": 0.5})
     results = fp.search({**SMALL, "lr": (0.01, 0.1), "seed": (3, 5)}, trials=1, folder=tmp_path / "a")
     assert sorted(results) == ["trial-000-s3", "trial-000-s5"]
 

@@ -17,11 +17,11 @@ import pytest
 from rich.console import Console
 
 import fedjax_pcdd as fp
-from fedjax_pcdd.api import sweep
+from fedjax_pcdd.api import sweep_folder
 from fedjax_pcdd.api.grid import Experiment, expand, stages, summarise, values_of
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.search import Search
-from fedjax_pcdd.api.sweep import Sweep
+from fedjax_pcdd.api.sweep_folder import Sweep
 from fedjax_pcdd.cli import sweep as cli_sweep
 from fedjax_pcdd.cli.run import main as run_main
 from fedjax_pcdd.cli.search import search_main
@@ -227,8 +227,8 @@ def test_a_sweep_writes_runs_as_run_py_does_and_does_not_repeat_them(tmp_path, m
     def refuse(*_, **__):
         raise AssertionError("a finished experiment was run again")
 
-    monkeypatch.setattr(sweep, "run", refuse)
-    monkeypatch.setattr(sweep, "run_together", refuse)
+    monkeypatch.setattr(sweep_folder, "run", refuse)
+    monkeypatch.setattr(sweep_folder, "run_together", refuse)
     assert sweep_main(argv) == 0
     assert (tmp_path / "summary.csv").read_text() == table
 
@@ -356,7 +356,7 @@ def test_a_failure_is_retried_by_later_sweeps_once_and_by_concurrent_ones_never(
         trained.append(config.run_dir.name)
         raise UserError("it diverged.")
 
-    monkeypatch.setattr(sweep, "run", diverges)
+    monkeypatch.setattr(sweep_folder, "run", diverges)
     sweeps = [sweep_of_one(tmp_path) for _ in range(2)]
     assert [str(run_quietly(planned_sweep)["one"]) for planned_sweep in sweeps] == ["it diverged."] * 2
     assert trained == ["one"]
@@ -373,7 +373,7 @@ def test_a_failure_is_forgotten_when_its_experiment_has_succeeded(tmp_path, monk
             raise result
         return result
 
-    monkeypatch.setattr(sweep, "run", next_result)
+    monkeypatch.setattr(sweep_folder, "run", next_result)
     run_quietly(sweep_of_one(tmp_path))
     assert sweep_of_one(tmp_path).standings()[0].state == "failed"
     assert run_quietly(sweep_of_one(tmp_path)) == {"one": {"ga_best": 0.5}}
@@ -391,8 +391,8 @@ def test_a_failed_experiment_that_is_tried_again_counts_as_running(tmp_path):
 
 def test_experiments_with_validation_samples_are_not_trained_together(tmp_path, monkeypatch):
     seeds, planned = [], {str(seed): Asked(*build({"validation": 0.1, "seed": seed})) for seed in range(2)}
-    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: seeds.append(config.seed) or {})
-    monkeypatch.setattr(sweep, "run_together", lambda *_: pytest.fail("they are"))
+    monkeypatch.setattr(sweep_folder, "run", lambda config, *_, **__: seeds.append(config.seed) or {})
+    monkeypatch.setattr(sweep_folder, "run_together", lambda *_: pytest.fail("they are"))
     planned_sweep = Sweep(planned, tmp_path, lambda name, error: None)
     planned_sweep.run(SweepBar(dict.fromkeys(planned, 10), Console(quiet=True)), together=2)
     assert seeds == [0, 1]
@@ -428,8 +428,8 @@ def test_a_larger_grid_keeps_the_runs_of_a_smaller_one_in_its_folder(swept, tmp_
     folder, trained = tmp_path / "sweep", []
     shutil.copytree(swept, folder)
     grid = {word.split("=")[0].removeprefix("--").replace("-", "_"): word.split("=")[1] for word in SMALL}
-    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: trained.append(config.run_dir.name) or {})
-    monkeypatch.setattr(sweep, "run_together", lambda *_: pytest.fail("there is one run to do"))
+    monkeypatch.setattr(sweep_folder, "run", lambda config, *_, **__: trained.append(config.run_dir.name) or {})
+    monkeypatch.setattr(sweep_folder, "run_together", lambda *_: pytest.fail("there is one run to do"))
     results = fp.sweep({**grid, "method": "fedavg", "beta": [0.1, 0.5]}, folder=folder)
     assert trained == ["fedavg-beta=0.5"]
     assert results["fedavg-beta=0.1"] == json.loads((folder / "fedavg/summary.json").read_text())
@@ -450,14 +450,14 @@ def test_runs_that_are_none_of_a_grid_are_not_taken_for_its_own(swept, tmp_path)
     for name in ("a", "b", "objects", "stopped"):
         shutil.copytree(swept / "fedavg", tmp_path / name)
     (tmp_path / "b/summary.json").unlink()
-    assert list(sweep.runs_in(tmp_path).values()) == ["a"]
+    assert list(sweep_folder.runs_in(tmp_path).values()) == ["a"]
     for name in ("a", "b"):
         shutil.rmtree(tmp_path / name)
     text = (tmp_path / "stopped/config.yaml").read_text()
     (tmp_path / "stopped/config.yaml").write_text(text.replace("rounds: 1\n", "rounds: 9\n"))
     resolved = json.loads((tmp_path / "objects/resolved.json").read_text())
     (tmp_path / "objects/resolved.json").write_text(json.dumps(resolved | {"given": ["model"]}))
-    assert sweep.runs_in(tmp_path) == {}
+    assert sweep_folder.runs_in(tmp_path) == {}
 
 
 @pytest.mark.parametrize("main", [sweep_main, search_main])
@@ -525,8 +525,8 @@ def test_the_folder_of_a_run_is_refused_for_a_sweep(swept, capsys):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["resolved.json", "clients.jsonl", "metrics.jsonl", "mine.jsonl", "partition.npz"])
 def test_files_that_a_finished_experiment_does_not_need_may_be_damaged(swept, tmp_path, monkeypatch, name):
-    monkeypatch.delattr(sweep, "run")  # nothing is trained
-    monkeypatch.delattr(sweep, "run_together")
+    monkeypatch.delattr(sweep_folder, "run")  # nothing is trained
+    monkeypatch.delattr(sweep_folder, "run_together")
     assert swept_again(swept, tmp_path / "sweep", lambda run_dir: (run_dir / name).write_bytes(b"")) == 0
     assert table_of(tmp_path / "sweep") == table_of(swept)
 
