@@ -153,6 +153,19 @@ def test_every_kind_of_part_can_be_named_by_an_import_path(folder):
     assert {name.removeprefix("parts.py:") for name in recorded} == {"Net", "by_hand", "half_black", "norm", "Log"}
 
 
+@pytest.mark.parametrize(("old", "new", "sentence"), [
+    ("lambda seen, counts, labels, classes:", "lambda seen, counts, labels:", "'overall' must be a function of"),
+    ('{"norm": float(seen)}', "float(seen)", "'overall' must return a dictionary of numbers"),
+    ('{"norm": np.asarray(seen, float)}', '{"norm": 0.0}', "'per_client' must return a number of each client"),
+    ("view.variables", "view.weights", "'of_client' fails: AttributeError: 'View' object has no attribute 'weights'"),
+])  # fmt: skip
+def test_a_quantity_from_outside_that_is_written_wrongly_is_a_sentence(folder, capsys, old, new, sentence):
+    (folder / "wrong.py").write_text(PARTS.replace(old, new))
+    assert main([*SMALL, "--clients=2", "--model=mlp", "--track=wrong.py:norm", "--run-dir=run"]) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), sentence in err) == (1, True), err
+
+
 def test_hyperparameters_of_a_method_from_outside_are_options(folder, capsys):
     config, method = parse(["--method=own.py:FedStep", "--eta=0.25", "--loud"])
     assert (method.eta, method.loud) == (0.25, True)

@@ -26,14 +26,15 @@ Numbers = dict[str, np.ndarray]
 
 
 class Quantity(NamedTuple):
-    """A quantity to track.
+    """A quantity to track. Letters: S clients that were looked at, n batches of B test samples, C classes.
 
     Attributes:
       help: a line for the documentation.
-      of_client: function of a client's view; compiled.
-      of_server: function of the global model's view and test samples [n, B]; compiled.
-      per_client: turns the results of `of_client`, stacked over clients, into numbers per client [S], nan if undefined.
-      overall: turns the result of `of_server`, the clients that count [S] and the labels [n, B] into a small mapping.
+      of_client: function of the view of a client's model; compiled.
+      of_server: function of the view of the global model and of test samples' positions [n, B]; compiled.
+      per_client: function of the results of `of_client`, leaves [S, ...]: numbers [S] by name, nan where undefined.
+      overall: function of the result of `of_server`, of the clients that trained ([S] bool), the labels [n, B] and C:
+        numbers by name.
       of_steps: whether `of_client` reads `View.steps`.
     """
 

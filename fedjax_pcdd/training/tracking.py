@@ -23,11 +23,18 @@ from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.parts import without_collection
-from fedjax_pcdd.registry import is_import_path, short_name
+from fedjax_pcdd.registry import called, from_outside, is_import_path, short_name, takes
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.trained_models import parts_of
 from fedjax_pcdd.trees import select
+
+_GIVEN = {  # functions of a quantity: how many arguments they get, and which
+    "of_client": (1, "a view"),
+    "of_server": (2, "a view and test samples"),
+    "per_client": (1, "the clients' results"),
+    "overall": (4, "the result, the clients that count, the labels and the number of classes"),
+}
 
 
 def names_of(text: str | None) -> tuple[str, ...]:
@@ -41,8 +48,31 @@ def names_of(text: str | None) -> tuple[str, ...]:
         if name not in QUANTITIES and not is_import_path(name):
             raise UserError(f"knows no '{name}': {nearest(name, QUANTITIES)}", field="track")
         if not isinstance(QUANTITIES.find(name), Quantity):
-            raise UserError(f"takes a Quantity, which {name} is not: make one as docs/analyses.md says.", field="track")
+            raise UserError(f"takes an `fp.Quantity`, which {name} is not: see docs/bring_your_own.md.", field="track")
+        for part, (count, given) in _GIVEN.items():
+            if not (callable(function := getattr(QUANTITIES.find(name), part)) and takes(function, count)):
+                raise UserError(f"quantity {name}: '{part}' must be a function of {given}.")
     return names
+
+
+def _call(name: str, part: str, *given: Any) -> Any:
+    """What a function of a quantity returns; UserError if it fails."""
+    return called(f"quantity {name}: '{part}'", getattr(QUANTITIES.find(name), part), *given, of=_GIVEN[part][1])
+
+
+def _numbers(name: str, part: str, *given: Any) -> dict[str, np.ndarray]:
+    """The numbers that a function of a quantity returns by name; UserError if it returns something else."""
+    result = _call(name, part, *given)
+    with from_outside(f"quantity {name}: '{part}' must return a dictionary of numbers"):
+        numbers = {str(key): np.asarray(value, float) for key, value in result.items()}
+    if part == "per_client" and any(values.ndim != 1 for values in numbers.values()):
+        raise UserError(f"quantity {name}: '{part}' must return a number of each client, [S], by name.")
+    return numbers
+
+
+def _json(values: np.ndarray) -> Any:
+    """A number, None for NaN, or lists."""
+    return values.tolist() if values.ndim else mean_of(values[None])
 
 
 class Tracker:
@@ -114,7 +144,7 @@ class Tracker:
 
     def _local(self, name: str, shown: list[Tree]) -> dict[str, float | None]:
         """Means over all clients."""
-        numbers = [QUANTITIES.find(name).per_client(values[name]) for values in shown]
+        numbers = [_numbers(name, "per_client", values[name]) for values in shown]
         return {key: mean_of(np.concatenate([client_values[key] for client_values in numbers])) for key in numbers[0]}
 
     def _overall(self, state: State, jobs: Any) -> dict[str, Any]:
@@ -125,7 +155,9 @@ class Tracker:
         servers, data = self.parts[0].of(state).servers, _with_tests(simulation, simulation.data)
         values = self._general(simulation.methods, servers, data, present, self.probe)
         counts, classes = jobs.steps > 0, self.federation.dataset.num_classes
-        return {name: QUANTITIES.find(name).overall(values[name], counts, labels, classes) for name in self.names}
+        given = (counts, labels, classes)
+        numbers = {name: _numbers(name, "overall", values[name], *given) for name in self.names}
+        return {name: {key: _json(x) for key, x in entry.items()} for name, entry in numbers.items()}
 
 
 class Tracking(Callback):
@@ -178,7 +210,7 @@ def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, va
     """The quantities of one client's model."""
     model, present, steps = without_collection(variables, STEPS), data.class_counts[row] > 0, variables.get(STEPS)
     view = View(program, server, model, logits, data.train, row, present, data.test, steps)
-    return {name: QUANTITIES.find(name).of_client(view) for name in names}
+    return {name: _call(name, "of_client", view) for name in names}
 
 
 @full_precision
@@ -191,4 +223,4 @@ def _general(program: Program, names: tuple[str, ...], methods, servers, data: D
         return logits_of(program, method, variables, images, server)
 
     view = View(program, server, variables, logits, data.test, None, present)
-    return {name: QUANTITIES.find(name).of_server(view, probe) for name in names}
+    return {name: _call(name, "of_server", view, probe) for name in names}
