@@ -28,7 +28,7 @@ class PrepareOptions:
     WORD: ClassVar[str] = "DATASET"
 
     runs: tuple[Path, ...] = run_option((), "", "names of data sets, from the list or any TFDS name")
-    data_dir: Path = run_option(root_of(None), "", "folder that gets them")
+    data_dir: Path = run_option(root_of(None), "", "folder that they are written to, or with `federation` read from")
     federation: Path | None = run_option(None, "",
         "new folder that gets the samples of a data set that is at hand, by writer or centre; `dataset=FOLDER` maps "
         "them, of any number of clients")  # fmt: skip

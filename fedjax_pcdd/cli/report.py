@@ -35,7 +35,10 @@ class ReportOptions:
 
     runs: tuple[Path, ...] = run_option((), "", "folders of runs, or folders that hold such folders")
     preset: str | None = run_option(
-        None, "", "only the runs of this published table, as fedmr/table1; by default every run where it was recorded"
+        None,
+        "",
+        "only the runs of this published table, as fedmr/table1; by default each run stands under the one that it was "
+        "started with",
     )
     rows: str | None = run_option(None, "", "option whose values are the rows of a table of your own, as method")
     columns: str | None = run_option(None, "", "option whose values are its columns, as beta")
@@ -52,7 +55,7 @@ class CompareOptions:
     runs: tuple[Path, ...] = run_option(
         (), "", "folders of runs, or folders that hold such folders; the first is what the others are compared with"
     )
-    confidence: float = run_option(0.95, "", "of the intervals; one less it is the level of the verdicts")
+    confidence: float = run_option(0.95, "", "of the intervals; 1 minus it is the significance level of the verdicts")
 
 
 def report_main(argv: Sequence[str] | None = None, papers: Path = PAPERS) -> int:

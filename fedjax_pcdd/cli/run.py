@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments without the program's name; None for those of the process.
 
     Returns:
-      Exit code: 0, 2 for a mistake of the user (one sentence on stderr), 130 for an interrupt.
+      Exit code, as docs/reliability.md lists them.
     """
     return guarded(_main, argv)
 

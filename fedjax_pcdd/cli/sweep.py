@@ -6,8 +6,8 @@ Every option may list several values with commas, integers also as a range FIRST
 some of the methods have goes to those. Each experiment is a run of its own in a folder of its own, as `run` has.
 Experiments that differ in nothing but numbers (seed, partition, learning rate, hyper-parameters) are trained together,
 as one compiled program; programs run one after another. Results are those of single runs but for rounding, and the
-seconds of an experiment are its share. What is finished is not run again, in the same folder by a larger grid neither;
-what was interrupted continues. The table of the experiments that a command names is written to summary.csv.
+seconds of an experiment are its share. Finished experiments are not run again, not even by a larger grid in the same
+folder; what was interrupted continues. The table of the experiments that a command names is written to summary.csv.
 
 A preset with a `grid` (fedmr/table9) is searched: each hyper-parameter in turn, at the best values of those before it.
 """

@@ -28,8 +28,10 @@ def from_huggingface(
 
     Args:
       dataset: what `datasets.load_dataset` returns, not streamed.
-      image: column of the samples; None for the one of type Image, or one called image, img or x.
-      label: column of the labels; None for the one of type ClassLabel, or one called label or y.
+      image: column of the samples; None for the one of type Image, of several or none the one called image, img, x or
+        pixel_values.
+      label: column of the labels; None for the one of type ClassLabel, of several or none the one called label, labels,
+        fine_label, y or target.
       groups: column of the writers, patients or domains, for the partition "natural".
       name: of the data set; it selects the customary normalisation.
 

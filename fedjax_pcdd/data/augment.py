@@ -35,8 +35,8 @@ class Pipeline:
       rotate: largest angle in degrees; uniform in [-rotate, rotate], nearest pixel, zero fill.
       padding: width of the crop's border in pixels.
       codes: the stored integers are characters, which are passed to the model as they are.
-      own: a function of one image [H, W, channels] uint8 and a key that returns another such image, applied last; with
-        a `window`, its result has that many rows and columns.
+      own: a function of one image [H, W, channels], as stored (uint8 or float32), and a key that returns another such
+        image, applied last; with a `window`, its result has that many rows and columns.
       window: side of the central square that the model sees when `own` is not applied; 0 for the whole image.
 
     Raises:

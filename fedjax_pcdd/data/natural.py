@@ -60,7 +60,7 @@ def write_federation(
       path: a folder that does not exist yet.
       clients: a federation, or for each client (x_train, y_train) or (x_train, y_train, x_test, y_test); this can be a
         generator, as only one client at a time is in memory. One without samples is left out.
-      num_classes: C; None for one more than the largest label.
+      num_classes: C; None for the number of names, or without names for one more than the largest label.
       class_names: C names.
       name: of the data set; None for a federation's own, else for the folder's.
 

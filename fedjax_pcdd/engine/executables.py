@@ -20,8 +20,9 @@ def compiled_once() -> Iterator[None]:
         with fp.compiled_once():
             histories = [fp.simulate(federation, fp.FedProx(mu=mu)) for mu in (0.01, 0.1, 1.0)]
 
-    Nothing is shared beyond it: JAX does not notice when something that a hook or a user's pipeline reads, such as a
-    notebook's global, has changed.
+    Within it, JAX does not notice when something has changed that traced code reads and that is no argument, such as a
+    notebook's global that a hook or a pipeline reads: the next simulation goes on with the former value. Give such
+    values as hyper-parameters. Nothing is shared beyond the context, so outside of it every simulation reads anew.
     """
     token = _kept.set(OrderedDict() if (outer := _kept.get()) is None else outer)
     try:

@@ -24,6 +24,9 @@ class EarlyStopping(Callback):
           metric: "ga" or "pa", or another entry of the history's rows for which higher is better.
           patience: evaluated rounds without a rise after which the run ends, at least 1.
           least: a rise exceeds the best value by more than this; at least 0.
+
+        Raises:
+          UserError: a value out of these bounds; an unknown metric only after the first round.
         """
         if not isinstance(patience, int) or not isinstance(least, int | float):
             raise UserError("early stopping takes a whole number of rounds as patience, and a number as least rise.")

@@ -143,8 +143,9 @@ class RunConfig:
         low=1, high=10**6)
     batch_size: int = run_option(100, "training", "mini-batch size B", low=1, high=10**6)
     last_batch: Literal["drop", "keep", "top_up", "strict"] = run_option("drop", "training",
-        "what happens to an epoch's incomplete batch: dropped, kept, or filled up with further samples. A client with "
-        "less than one batch trains on what it has, except with strict, which drops that too (the published code)")
+        "what happens to an epoch's incomplete batch: dropped, kept, or filled up with the epoch's first samples. A "
+        "client with less than one batch trains on what it has, except with strict, which drops that too (the "
+        "published code)")
     optimizer: Literal["sgd", "adam"] = run_option("sgd", "training", "local optimiser")
     optimizer_state: Literal["fresh", "kept"] = run_option("fresh", "training",
         "momentum or moments: reset each round, or kept by each client (as in FedGen's and FML's code)")
@@ -177,7 +178,8 @@ class RunConfig:
         "where samples are stored: on the device, or on the host, which sends a cohort's samples while the device "
         "computes; auto: on the host if they exceed a third of the device's free memory")
     data_memory: int | None = run_option(None, "run",
-        "device memory in MB for samples that are sent from the host; by default a third of what is free", low=1)
+        "device memory in MB (10^6 bytes) for samples that are sent from the host; by default a third of what is free",
+        low=1)
     client_state: Literal["device", "host", "disk"] = run_option("device", "run",
         "where clients' states are stored between rounds: use host or disk if clients times parameters exceed the "
         "device's or the host's memory. Files on disk are temporary (TMPDIR)")
@@ -227,7 +229,8 @@ class RunConfig:
     wandb: bool = run_option(False, "run", "also log to Weights & Biases")
     mlflow: bool = run_option(False, "run", "also log to MLflow")
     loggers: str | None = run_option(None, "run",
-        "further loggers, such as mine.py:Logger: callbacks made from the run's folder and its options")
+        "further loggers, several with commas, such as mine.py:Logger: callbacks made from the run's folder and its "
+        "options")
     # fmt: on
 
     def __post_init__(self):
