@@ -190,6 +190,12 @@ def narrow_lstm(*hidden):
 
 
 @pytest.mark.thorough
+def test_embeddings_start_with_a_standard_deviation_of_1():
+    variables = LSTM(65, hidden=(2,)).init(jax.random.key(0), jnp.zeros((1, 3, 1, 1)))
+    np.testing.assert_allclose(jnp.std(variables["params"]["embedding"]["embedding"]), 1, rtol=0.1)
+
+
+@pytest.mark.thorough
 def test_the_lstm_computes_the_textbook_equations():
     model, codes = narrow_lstm(5, 7), np.random.default_rng(0).integers(0, 6, (3, 7, 1, 1), dtype=np.uint8)
     variables = jax.tree.map(lambda w: w + 0.1, models.initialise(model, jax.random.key(0), (7, 1, 1)))

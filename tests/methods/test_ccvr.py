@@ -8,7 +8,7 @@ import pytest
 import toy
 from flax import struct
 from golden_vectors import cases
-from participants import arrays, assert_close, same
+from participants import MODEL, arrays, assert_close, context, images, same, variables
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.data.augment import prepare
@@ -16,10 +16,10 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.ccvr import CCVR
-from fedjax_pcdd.methods.method import Batch, Message, Method, Summary, Traits, hyperparameter
+from fedjax_pcdd.methods.method import Batch, Message, Method, Setting, Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.methods.wrappers import extended
-from fedjax_pcdd.models.classifier import apply_head, forward
+from fedjax_pcdd.models.classifier import apply_head, feature_dim, forward
 
 RTOL, ATOL = 1e-9, 1e-12
 golden = pytest.mark.parametrize("g", cases("ccvr"))
@@ -131,6 +131,26 @@ def test_every_calibration_epoch_shuffles_the_drawn_features_anew():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("relu", [False, True])
+def test_only_with_relu_negative_features_teach_the_kernel_nothing(relu):
+    negative = class_moments(-50 + jax.random.normal(jax.random.key(1), (8, 3)), jnp.arange(8) % 4, 4, diagonal=False)
+    head = CCVR(relu=relu).calibrated(HEAD, negative, jax.random.key(0))
+    assert same(head["kernel"], HEAD["kernel"]) == relu
+
+
+@pytest.mark.thorough
+def test_calibration_has_the_momentum_asked_for():
+    heads = [
+        CCVR(calibration_momentum=momentum, calibration_epochs=1, drawn=50).calibrated(
+            HEAD, toy_moments(), jax.random.key(0)
+        )
+        for momentum in (0.0, 0.5, 0.9)
+    ]
+    first, second, third = (np.abs(head["kernel"] - HEAD["kernel"]).max() for head in heads)
+    assert first < 0.8 * second < 0.64 * third
+
+
+@pytest.mark.thorough
 def test_an_absent_class_is_pushed_down_unless_it_is_left_out_of_the_softmax():
     head_of_all, head_of_present = (
         CCVR(softmax=s).calibrated(HEAD, toy_moments(), jax.random.key(0)) for s in ("all", "present")
@@ -196,6 +216,19 @@ def test_a_server_optimiser_that_would_move_the_calibrated_model_is_refused():
     for name in ("ccvr+avgm", "ccvr+exp"):
         with pytest.raises(UserError, match="has rounds that train nothing, in which a step of the server would go on"):
             methods.get(name)
+
+
+def test_moments_do_not_depend_on_a_clients_own_running_statistics():
+    model = MODEL.clone(feature_norm=True)
+    received = variables(model=model)
+    own = {**received, "batch_stats": jax.tree.map(lambda x: x + 0.7, received["batch_stats"])}
+    setting = Setting(toy.CLASSES, feature_dim(model, (5, 5, 1)), 1, 1, 1, 8, False)
+    server = CCVR().init_server(setting, received, None, None)
+    last_round = context(model=model, setting=setting, server=server, round=jnp.int32(0))
+    batch = Batch(images(), jnp.zeros(8, int), jnp.ones(8))
+    moments_of_received, moments_of_own = (CCVR().summarise(v, batch, last_round) for v in (received, own))
+    assert moments_of_received.squares.any()
+    assert_close(moments_of_own, moments_of_received)
 
 
 @pytest.mark.thorough

@@ -24,6 +24,7 @@ from participants import (
 )
 
 from fedjax_pcdd.engine.pretraining import pretrained
+from fedjax_pcdd.losses.distillation import kl_to_teacher
 from fedjax_pcdd.methods.fccl import FCCL, Learner, Spoken
 from fedjax_pcdd.methods.method import Batch
 from fedjax_pcdd.models.classifier import forward
@@ -104,6 +105,15 @@ def test_teachers_have_no_gradient():
     student, teacher = variables(0), variables(1)
     gradient = jax.grad(lambda t: penalty(FCCL(), student, t, t))(teacher)
     assert all(not np.any(g) for g in jax.tree.leaves(arrays(gradient)))
+
+
+def test_teachers_run_in_eval_mode_with_their_own_statistics():
+    model, batch = MODEL.clone(feature_norm=True), Batch(images(), jnp.zeros(8, int), jnp.ones(8))
+    student, teacher = variables(0, model), variables(1, model)
+    outputs, client = forward(model, student, images(), train=True)[0], Learner(student, teacher, teacher)
+    value = FCCL().penalty(student, outputs, batch, context(model=model, client=client))
+    expected = 2 * kl_to_teacher(logits(teacher, images(), model), outputs.logits)
+    np.testing.assert_allclose(value, expected, 1e-5)
 
 
 def test_lambda_loc_weights_the_distillation():

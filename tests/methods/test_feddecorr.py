@@ -8,7 +8,8 @@ import pytest
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.decorrelation import batch_decorrelation, intra_class
 from fedjax_pcdd.methods.feddecorr import FedDecorr
-from fedjax_pcdd.methods.method import Setting
+from fedjax_pcdd.methods.method import Batch, Setting
+from fedjax_pcdd.models import Outputs
 
 FEATURES = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), jnp.float32)
 FORMS = pytest.mark.parametrize("form", ["offdiag", "frobenius"])
@@ -70,6 +71,13 @@ def test_a_batch_of_one_class_has_fedmrs_intra_class_loss():
 def test_unknown_form_is_refused():
     with pytest.raises(UserError, match="Unknown form 'frob'"):
         batch_decorrelation(FEATURES, form="frob")
+
+
+@FORMS
+def test_the_penalty_is_beta_times_the_form_asked_for(form):
+    batch = Batch(FEATURES, jnp.zeros(7, int), jnp.ones(7))
+    value = FedDecorr(beta_dec=0.5, decorr_form=form).penalty(None, Outputs(FEATURES, None), batch, None)
+    np.testing.assert_allclose(value, 0.5 * batch_decorrelation(FEATURES, form=form), rtol=1e-6)
 
 
 def test_advice_is_given_if_there_is_nothing_to_decorrelate():

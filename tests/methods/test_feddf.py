@@ -11,6 +11,7 @@ from participants import (
     ONE,
     SGD,
     arrays,
+    assert_close,
     assert_equal,
     context,
     exchanged,
@@ -21,7 +22,7 @@ from participants import (
     variables,
 )
 
-from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.distillation import ensemble_target, kl_to_target
 from fedjax_pcdd.methods.feddf import FedDF
@@ -73,6 +74,32 @@ def test_every_server_step_draws_its_own_images():
 
     two_steps, one_step_twice = student_after(2, TEACHERS[0]), student_after(1, student_after(1, TEACHERS[0]))
     assert not np.allclose(two_steps["params"]["head"]["kernel"], one_step_twice["params"]["head"]["kernel"], atol=1e-4)
+
+
+def after_a_step(model, public, size=8, seed=5):
+    """A student of this architecture, before and after a step on the server whose loss is its mean first logit."""
+    server_context = ServerContext(model, None, None, jnp.zeros((), int), None, 1, jax.random.key(seed), public)
+    student = variables(1, model)
+    loss, optimiser = lambda logits, _: logits[:, 0].mean(), optax.sgd(0.1)
+    return student, train_on_public(student, loss, server_context, optimiser, steps=1, size=size)
+
+
+def test_running_statistics_of_the_student_move_in_training_on_the_server():
+    before, after = after_a_step(MODEL.clone(feature_norm=True), PUBLIC)
+    assert not same(before["batch_stats"], after["batch_stats"])
+
+
+def test_a_step_on_the_server_has_no_image_twice():
+    students = [after_a_step(MODEL, PUBLIC, size=20, seed=seed)[1] for seed in (5, 6)]
+    assert_close(*map(arrays, students))
+
+
+def test_public_images_are_augmented_in_training_on_the_server():
+    def flipped(index, key):
+        return prepare(Pipeline(flip=True), jnp.asarray(PUBLIC_IMAGES)[index], key, train=key is not None)
+
+    students = [after_a_step(MODEL, PUBLIC._replace(prepare=function))[1] for function in (prepared, flipped)]
+    assert not same(*students)
 
 
 @pytest.mark.thorough

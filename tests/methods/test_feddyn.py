@@ -231,6 +231,15 @@ def test_the_evaluated_model_is_the_chosen_one_of_three(choice, expected):
 
 
 @pytest.mark.usefixtures("x64")
+def test_the_mean_of_all_latest_models_has_each_client_once():
+    method = FedDyn(alpha=1.0, eval="all_mean")
+    server, clients = start(method, np.full(1, 8.0), (1, 1))
+    for end in (2.0, 4.0):
+        server, clients = after_round(method, server, clients, np.full((2, 1), end), cohort=(0,))
+    np.testing.assert_allclose(w(method.generic_variables(server)), (4 + 8) / 2, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("weighted", "expected"), [(False, 2.0), (True, 2.8)])
 def test_running_statistics_are_averaged_equally_or_by_size(weighted, expected):
     method, sizes = FedDyn(alpha=1.0, weighted_statistics=weighted), (1, 9)

@@ -56,7 +56,7 @@ def test_tuning_agrees_with_the_golden_vectors(g):
 
     @jax.jit
     def train_epoch(variables, epoch):
-        client_context = context(method, np.ones(classes), features=width, epochs=2 * cycles * steps, epoch=epoch)
+        client_context = context(method, 1 + np.arange(classes), features=width, epochs=2 * cycles * steps, epoch=epoch)
         return local_step(method, variables, batch, client_context._replace(server=server))
 
     for epoch in range(2 * cycles * steps):
@@ -139,6 +139,12 @@ def test_tuning_starts_from_the_servers_etf_and_yields_pa_alone():
     assert ga is None
     assert pa.shape == (5,)
     assert np.all((pa >= 0) & (pa <= 1))
+
+
+def test_beta_starts_at_the_value_asked_for():
+    variables = {"params": {"neck": parameters()["neck"]}}
+    server = FedETF(start_beta=7.0).init_server(Setting(3, 3, 5, 1, 1, 4, False), variables, None, jax.random.key(0))
+    assert server.variables["params"]["beta"] == 7
 
 
 def test_predicted_logits_are_at_most_1_as_beta_is_left_out():

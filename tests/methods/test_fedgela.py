@@ -41,13 +41,11 @@ def generic_logits(method, **layers):
     )
 
 
-def personal_logits(method, **layers):
+def personal_logits(method, scope="personal", **layers):
     method, client_context = configured(method, layers)
     client_arguments = client_context.server, client_context.client, client_context.facts
     return np.array(
-        method.logits(
-            client_context.model, client_context.server.variables, FEATURES, *client_arguments, scope="personal"
-        )
+        method.logits(client_context.model, client_context.server.variables, FEATURES, *client_arguments, scope=scope)
     )
 
 
@@ -83,6 +81,11 @@ def test_generic_prediction_does_not_depend_on_kappa():
 
 def test_personal_prediction_uses_phi_and_all_classes():
     np.testing.assert_allclose(personal_logits(without_layers(ew=100.0)), 10 * PHI * COSINES, rtol=1e-4, atol=1e-5)
+
+
+def test_ga_of_clients_models_is_predicted_with_phi_too():
+    method = without_layers(ew=100.0)
+    np.testing.assert_array_equal(personal_logits(method, scope="local"), personal_logits(method))
 
 
 def test_personal_prediction_is_restricted_to_the_classes_of_the_softmax():

@@ -200,6 +200,13 @@ def test_the_generator_learns_what_the_heads_teach():
     assert loss(trained.generator) < 0.3 * loss(server.generator)
 
 
+def test_training_on_the_server_moves_the_generators_running_statistics():
+    method = small_fedgen()
+    server = initial_server(method)
+    before, after = (s.generator["batch_stats"]["norm"] for s in (server, aggregated(method, server, message())))
+    assert all((before[name] != after[name]).any() for name in ("mean", "var"))
+
+
 @pytest.mark.thorough
 def test_the_generator_knows_classes_with_more_than_one_sample():
     method = small_fedgen()
@@ -217,6 +224,16 @@ def test_clients_without_weight_teach_nothing():
     method, weights = small_fedgen(), jnp.array([0.5, 0.5, 0.0])
     known = aggregated(method, initial_server(method), message(), weights).known
     np.testing.assert_array_equal(known, [True, False, False, False])
+
+
+@pytest.mark.thorough
+def test_labels_of_clients_without_weight_take_no_share_from_the_others():
+    method, weights = small_fedgen(), jnp.array([0.5, 0.5, 0.0])
+    owners, others = (
+        aggregated(method, initial_server(method), message(COUNTS.at[2].set(jnp.array(absent))), weights).generator
+        for absent in ([9.0, 5, 1, 0], [0.0, 0, 0, 0])
+    )
+    jax.tree.map(np.testing.assert_array_equal, owners, others)
 
 
 @pytest.mark.parametrize(("stale", "expected"), [("carry", [True, True, False, True]), ("drop", OWNED)])
@@ -308,6 +325,11 @@ def test_penalty_follows_its_formula_in_a_later_round_with_an_unknown_label():
     weight = 0.98**2
     expected = weight * (head_loss + divergence[labels != 2].sum() / BATCH)
     np.testing.assert_allclose(penalty(round=2, labels=labels, synthetic_batch=size), expected, 1e-5)
+
+
+@pytest.mark.thorough
+def test_clients_draw_noise_of_the_chosen_distribution():
+    assert abs(penalty(noise="gaussian") - penalty(noise="uniform")) > 1e-4
 
 
 @pytest.mark.thorough

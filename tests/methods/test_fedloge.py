@@ -190,6 +190,14 @@ def test_the_bias_of_the_sparse_etf_is_zero_or_random_and_never_trained(form, dr
 
 
 @pytest.mark.thorough
+def test_the_sparse_etf_has_the_sparsity_and_the_norm_asked_for():
+    setting = Setting(5, 16, 1, 1, 1, 1, False)
+    server = FedLoGe(sparsity=0.2, ssec_norm=1.0).init_server(setting, {"params": {}}, None, jax.random.key(0))
+    assert (server.sparse_etf == 0).sum() == 0.2 * 16 * 5
+    np.testing.assert_allclose(np.linalg.norm(server.sparse_etf, axis=0), 1, rtol=0.1)
+
+
+@pytest.mark.thorough
 def test_fewer_features_than_classes_are_refused():
     with pytest.raises(UserError, match="FedLoGe has no ETF of 10 classes in 4 features"):
         FedLoGe().configure(Setting(10, 4, 5, 1, 1, 4, False), None)

@@ -26,6 +26,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.groups import of_group
 from fedjax_pcdd.methods.fedmatch import FedMatch
 from fedjax_pcdd.methods.method import Batch, Server
+from fedjax_pcdd.methods.participant import PublicBatch
 from fedjax_pcdd.methods.parts import without
 from fedjax_pcdd.models.classifier import forward
 
@@ -126,6 +127,16 @@ def test_only_confident_images_count():
     highest = float(jax.nn.softmax(logits(variables(), images())).max())
     assert float(unsupervised_loss(client, lambda_a=1.0, lambda_i=1.0, confidence=0.0)) > 0
     assert float(unsupervised_loss(client, lambda_a=1.0, lambda_i=1.0, confidence=min(1.0, highest + 1e-3))) == 0
+
+
+def test_confidence_is_that_of_the_images_without_augmentation():
+    plain, augmented = images(), images()[::-1]
+    highest = jax.nn.softmax(logits(variables(), plain)).max(1)
+    batch = PublicBatch(augmented, plain, jnp.zeros((8, 2, toy.CLASSES)).at[:, :, 3].set(5.0))
+    method = FedMatch(**TERMS_OFF | {"lambda_a": 1.0}, confidence=float(jnp.median(highest)))
+    log_probs = jax.nn.log_softmax(logits(variables(), augmented))
+    expected = -log_probs[highest > jnp.median(highest), 3].mean()
+    np.testing.assert_allclose(method.imitate(split(), batch, context())[0], expected, 1e-4)
 
 
 def test_the_regularisers_are_those_of_the_paper():

@@ -139,9 +139,9 @@ def test_tau_eff_may_be_the_mean_number_of_steps():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("normalise", "expected"), [(False, 3.0), (True, 1.5 * (2 / 1 + 4 / 2) / 2)])
+@pytest.mark.parametrize(("normalise", "expected"), [(False, 4.0), (True, 1.5 * (2 / 1 + 6 / 2) / 2)])
 def test_running_statistics_are_averaged_or_normalised(normalise, expected):
-    statistics = np.array([2.0, 4.0])
+    statistics = np.array([2.0, 6.0])
     method = FedNova(normalise_statistics=normalise)
     server = averaged(method, np.zeros(1), np.ones((2, 1)), (1, 1), (1, 2), statistics)
     np.testing.assert_allclose(server.variables["batch_stats"], expected, **EXACT)

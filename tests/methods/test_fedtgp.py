@@ -174,6 +174,51 @@ def test_prototypes_of_a_client_without_weight_count_like_any_others():
     assert not same(without.prototypes, server.prototypes)
 
 
+@pytest.mark.thorough
+def test_the_server_trains_at_the_clients_learning_rate_unless_it_has_its_own():
+    setting = Setting(4, 6, num_clients=3, rounds=1, epochs=1, batch_size=8, normalised=False)
+    message = Message(each=(jax.random.normal(jax.random.key(2), (3, 4, 6)), jnp.ones((3, 4), bool)))
+    server = FedTGP().init_server(setting, (), jnp.ones((3, 4)), jax.random.key(0))
+
+    def trained(lr, prototype_lr=None):
+        method = FedTGP(server_epochs=2, prototype_lr=prototype_lr)
+        context = ServerContext(None, setting, Local(lr=lr), 0, jnp.arange(3), 3, jax.random.key(1))
+        return method.aggregate(server, message, jnp.ones(3) / 3, context).prototypes
+
+    np.testing.assert_allclose(trained(0.1, 1.0), trained(1.0), 1e-6)
+    assert not np.allclose(trained(0.1), trained(1.0), atol=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("rule", "limit"), [("nearest", 100.0), ("farthest", 100.0), ("nearest", 0.5)])
+def test_the_margin_is_that_of_means_over_the_owners_of_each_class(rule, limit):
+    setting = Setting(4, 6, num_clients=3, rounds=1, epochs=1, batch_size=8, normalised=False)
+    context = ServerContext(None, setting, Local(lr=1.0), 0, jnp.arange(3), 3, jax.random.key(1))
+    prototypes = jax.random.normal(jax.random.key(2), (3, 4, 6))
+    owned = np.array([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]], bool)
+    server = FedTGP().init_server(setting, (), jnp.ones((3, 4)), jax.random.key(0))
+    one_step = FedTGP(server_epochs=1, server_batch=12, margin=rule, margin_limit=limit)
+    after = one_step.aggregate(server, Message(each=(prototypes, owned)), jnp.ones(3) / 3, context)
+    centres = jnp.stack([prototypes[owned[:, c], c].mean(0) for c in range(4)])
+    margin = adaptive_margin(centres, jnp.ones(4, bool), limit, rule)
+
+    def loss(generator):
+        targets = generate_prototypes(generator)
+        return margin_cross_entropy(prototypes[owned], jnp.asarray(np.nonzero(owned)[1]), targets, margin)
+
+    expected = jax.tree.map(jnp.subtract, server.generator, jax.grad(loss)(server.generator))
+    assert_close(after.generator, expected, 1e-5)
+
+
+@pytest.mark.thorough
+def test_a_round_in_which_nobody_sends_a_prototype_leaves_the_server_as_it_is():
+    setting = Setting(4, 6, num_clients=3, rounds=1, epochs=1, batch_size=8, normalised=False)
+    context = ServerContext(None, setting, Local(lr=1.0), 0, jnp.arange(3), 0, jax.random.key(1))
+    server = FedTGP().init_server(setting, (), jnp.ones((3, 4)), jax.random.key(0))._replace(valid=jnp.ones(4, bool))
+    nothing = Message(each=(jnp.zeros((3, 4, 6)), jnp.zeros((3, 4), bool)))
+    assert_close(FedTGP(server_epochs=2).aggregate(server, nothing, jnp.zeros(3), context), server)
+
+
 def scores(**options):
     """Scores of client 3's model on the test images after a round, for PA and for GA."""
     simulated = toy.simulation("fedtgp", **FULL_COHORT, **options)

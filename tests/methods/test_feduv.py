@@ -95,6 +95,14 @@ def test_the_weight_of_the_variance_may_grow_with_the_number_of_classes(classes)
     assert FedUV(mu=0.0).penalty(None, outputs, batch, None) == pytest.approx(2.5 / np.sqrt(classes))
 
 
+@pytest.mark.parametrize("width", ["median", "constant"])
+def test_the_width_of_the_penalty_has_the_gradient_asked_for(width):
+    method, batch = FedUV(mu=0.5, width=width), Batch(FEATURES, LABELS, jnp.ones(7))
+    gradient = jax.grad(lambda z: method.penalty(None, Outputs(z, jnp.zeros((7, 3))), batch, None))(FEATURES)
+    expected = jax.grad(lambda z: 0.5 * uniformity(z, width=width))(FEATURES)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("normalise", [False, True])
 def test_features_are_normalised_only_if_asked(normalise):
     layers = {"head": dense(np.eye(3, 4, dtype=np.float32), np.zeros(3, np.float32))}

@@ -12,6 +12,7 @@ from fedjax_pcdd.losses.masked_distillation import masked_kl
 from fedjax_pcdd.losses.vacant_classes import calibrated_cross_entropy, logit_suppression
 from fedjax_pcdd.methods.fedvls import FedVLS
 from fedjax_pcdd.methods.method import Batch, Method, Setting
+from fedjax_pcdd.models import Outputs
 
 RNG = np.random.default_rng(0)
 LOGITS = jnp.asarray(RNG.normal(size=(6, 5)), jnp.float32)
@@ -136,6 +137,16 @@ def test_without_calibration_and_both_weights_it_is_fedavg():
     assert_close(
         value_and_gradient(FedVLS(lam=0.0, omega=0.0, calibrated=False), MOVED), value_and_gradient(Method(), MOVED)
     )
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_padding_does_not_change_the_supervised_loss(calibrated):
+    method, client_context = FedVLS(omega=0.005, calibrated=calibrated), context(FedVLS(), COUNTS, features=5)
+    padded, plain = (
+        method.classification(Outputs((), LOGITS[:n]), Batch((), LABELS[:n], jnp.arange(n) < 4), client_context)
+        for n in (6, 4)
+    )
+    np.testing.assert_allclose(padded, plain, rtol=1e-6)
 
 
 def test_default_weight_of_the_suppression_depends_on_its_form():

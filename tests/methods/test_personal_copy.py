@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 from flax import struct
-from participants import MODEL, arrays, assert_close, context, images, logits, row, variables
+from participants import MODEL, arrays, assert_close, context, images, logits, row, same, variables
 
 import fedjax_pcdd as fp
 from fedjax_pcdd import methods, models, testing
@@ -19,7 +19,7 @@ from fedjax_pcdd.methods import validated_step
 from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.method import Batch, Local, Method, Server
-from fedjax_pcdd.methods.personal_copy import PERSONAL, with_copy
+from fedjax_pcdd.methods.personal_copy import PERSONAL, copy_of, with_copy, without_copy
 from fedjax_pcdd.models.classifier import initialise
 
 SETTINGS = [Ditto(), APFL(adapt="step"), APFL(mix="logits", adapt="step")]
@@ -85,6 +85,17 @@ def test_dittos_personal_model_trains_for_personal_epochs(epochs):
     solo, _ = toy.train(toy.simulation("solo", epochs=3, **whole_batches))
     state, _ = toy.train(toy.simulation(method=Ditto(lam=0.0, personal_epochs=3), epochs=epochs, **whole_batches))
     assert_close(arrays(state).clients, arrays(solo).clients, 1e-5)
+
+
+def test_running_statistics_of_dittos_models_move_only_in_their_own_epochs():
+    model = MODEL.clone(feature_norm=True)
+    both = with_copy(*(variables(seed, model) for seed in (0, 1)))
+    batch = Batch(images(), jnp.zeros(8, int), jnp.ones(8))
+    for epoch, moving, still in ((0, without_copy, copy_of), (1, copy_of, without_copy)):
+        run = context(model=model, epoch=jnp.asarray(epoch), epochs=jnp.asarray(2))
+        after = both | Ditto(personal_epochs=1).loss(both, batch, run)[1]
+        assert same(still(after), still(both))
+        assert not same(moving(after)["batch_stats"], moving(both)["batch_stats"])
 
 
 def test_personal_epochs_need_local_epochs():

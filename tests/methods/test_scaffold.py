@@ -166,6 +166,14 @@ def test_momentum_amplifies_only_a_correction_of_the_gradient(correction, steps)
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("correction", "steps"), [("gradient", 13.1441), ("post_step", 5)])
+def test_a_control_is_divided_by_the_weight_of_its_correction(correction, steps):
+    method, model = Scaffold(correction=correction), np.array([[-1.0]])
+    _, (control,) = uploaded(method, model, (1,), steps=5, lr=0.1, momentum=0.9)
+    np.testing.assert_allclose(control["w"], 1 / (0.1 * steps), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("g", cases("trajectories")[:1])
 def test_option_one_is_the_gradient_at_the_received_weights(g):
     problem = Problem(g)

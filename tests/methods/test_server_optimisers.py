@@ -150,6 +150,26 @@ def test_epsilon_follows_the_square_of_the_learning_rate():
     assert constant._extrapolation(moved, step, 0.5, 1) == constant._extrapolation(moved, step, 1.0, 1)
 
 
+def extrapolation_after(*rates):
+    """The step's length after a round at each learning rate in which the clients' updates cancel."""
+    server, _ = start(FedExP(), np.zeros(1), (1,))
+    for lr in rates:
+        cohort = ServerContext(None, setting(1), hyper(lr), 0, np.arange(1), 1, jax.random.key(0))
+        server = FedExP().aggregate(server, Message(mean=(server.variables, jnp.ones(()))), np.ones(1), cohort)
+    return float(server.extrapolation)
+
+
+def test_epsilon_shrinks_with_a_learning_rate_that_has_decayed_since_the_first_round():
+    assert extrapolation_after(0.1) == extrapolation_after(0.05) == extrapolation_after(0.1, 0.1)
+    np.testing.assert_allclose(extrapolation_after(0.1, 0.1, 0.05), 4 * extrapolation_after(0.1), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_second_moment_starts_at_the_value_asked_for():
+    server = after_one_round(FedAdagrad(server_v0=3.0), [[1.0]], (1,), [0.0])
+    np.testing.assert_allclose(w(server.variables), 0.1 / (np.sqrt(3 + 1) + 1e-3), **EXACT)
+
+
 @pytest.mark.parametrize("cls", [FedAdam, FedYogi, FedAdagrad, FedAvgM])
 def test_a_coordinate_without_updates_keeps_its_exact_value(cls):
     server = after_one_round(cls(), [[0.7, 1.0]], (1,), [0.7, 0.0])

@@ -16,7 +16,7 @@ from fedjax_pcdd.methods.fedgf import FedGF
 from fedjax_pcdd.methods.fedlesam import Client, FedLESAM
 from fedjax_pcdd.methods.fedsam import FedSAM
 from fedjax_pcdd.methods.fedsmoo import FedSMOO
-from fedjax_pcdd.methods.method import Evaluated, Step
+from fedjax_pcdd.methods.method import Evaluated, Message, ServerContext, Step
 from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.sharpness import ascent, of_length
 
@@ -130,6 +130,13 @@ def test_adaptive_perturbations_grow_with_the_weights():
     weights, gradients = {"a": jnp.asarray([2.0, -1.0, 0.0])}, {"a": jnp.asarray([1.0, 1.0, 5.0])}
     expected = np.array([4.0, 1.0, 0.0]) * 0.1 / np.sqrt(5)
     np.testing.assert_allclose(ascent(gradients, weights, 0.1, adaptive=True)["a"], expected, rtol=1e-6)
+
+
+def test_fedsam_may_perturb_each_weight_in_proportion_to_its_size():
+    method = FedSAM(rho=0.1, adaptive=True)
+    client_context = first_context(method, [2.0, 1.0])
+    _, points = one_step(method, client_context, jnp.ones_like, client_context.start)
+    np.testing.assert_allclose(points[1] - points[0], np.array([0.4, 0.1]) / np.sqrt(5), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("statistics", "expected"), [("first", 1), ("both", 2)])
@@ -261,6 +268,15 @@ def test_fedgf_counts_rounds_strictly_above_the_threshold(threshold, share):
     np.testing.assert_allclose(server.perturbed["w"], 2.8 - 0.1, **EXACT)
 
 
+def test_layers_that_stay_with_their_clients_do_not_shorten_fedgfs_global_perturbation():
+    variables = [{"params": {"w": jnp.array([w]), "scale": jnp.array([s])}} for w, s in ((0.0, 1.0), (0.25, 3.0))]
+    method, keeping = FedGF(rho=0.1), setting(2)._replace(own_layers=(("scale",),))
+    server = start(method, [0.0], (1, 1))[0]._replace(variables=variables[0])
+    cohort = ServerContext(None, keeping, hyper(), 0, np.arange(2), 2, jax.random.key(0))
+    after = method.aggregate(server, Message(mean=variables[1], total=jnp.ones(())), np.ones(2), cohort)
+    np.testing.assert_allclose(after.perturbed["w"], 0.25 - 0.1, rtol=1e-6)
+
+
 @pytest.mark.usefixtures("x64")
 def test_fedgf_at_c_one_takes_its_gradient_at_the_perturbed_global_model():
     method = FedGF()
@@ -277,6 +293,12 @@ def test_fedsmoo_with_all_clients_doubles_the_first_step():
     server, clients = after_one_round(FedSMOO(), [[1.0], [3.0]], (1, 9), values=[0.5])
     np.testing.assert_allclose(w(server.variables), 0.5 + 2 * 1.5, **EXACT)
     np.testing.assert_allclose(server.drift["w"], np.mean([c.drift["w"] for c in clients], 0), **EXACT)
+
+
+def test_ga_of_fedsmoo_is_that_of_the_servers_model():
+    server, _ = after_one_round(FedSMOO(), [[1.0], [3.0]], (1, 9))
+    assert w(FedSMOO().generic_variables(server)) == 2 + 2
+    assert w(FedSMOO().further_models(server)["selected_mean"]) == 2
 
 
 def test_fedsmoo_without_the_servers_step_averages():

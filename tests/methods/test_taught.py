@@ -7,6 +7,7 @@ import pytest
 import toy
 
 from fedjax_pcdd import models
+from fedjax_pcdd.losses.masked_distillation import label_masking_distillation
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.methods.fedlmd import FedLMD
 from fedjax_pcdd.methods.fedntd import FedNTD
@@ -87,6 +88,18 @@ def test_batch_norm_of_the_teacher_is_in_the_mode_asked_for(teacher):
     method, _, context = problem(FedNTD(teacher=teacher), norm=True)
     outputs, _ = forward(context.model, context.start, BATCH.images, train=teacher == "train")
     np.testing.assert_allclose(method.received_logits(BATCH, context), outputs.logits, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("empty", ["skip", "published"])
+def test_fedlmd_treats_samples_without_a_class_to_distil_as_asked(empty):
+    method, variables, context = problem(FedLMD(empty=empty))
+    counts = jnp.asarray([1.0, 9.0, 9.0, 9.0])  # of the samples with label 0, none has another minority class
+    context = context._replace(facts=context.facts._replace(class_counts=counts))
+    outputs, _ = forward(context.model, variables, BATCH.images, train=True)
+    value = method.penalty(variables, outputs, BATCH, context)
+    teacher, majority = method.received_logits(BATCH, context), counts > 7
+    expected = label_masking_distillation(teacher, outputs.logits, BATCH.labels, majority, empty=empty)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
 @pytest.mark.thorough

@@ -49,8 +49,8 @@ def test_a_form_that_averages_no_models_cannot_have_prototypes():
 
 @pytest.mark.thorough
 def test_fedavg_with_prototypes_is_fedproc():
-    with_prototypes = trained(method_of("fedavg+prototypes", prototype_mu=0.3, prototype_tau=0.5)).servers
-    fedproc = trained(FedProc(mu=0.3, tau=0.5)).servers
+    with_prototypes = trained(method_of("fedavg+prototypes", prototype_mu=0.3, prototype_tau=0.2)).servers
+    fedproc = trained(FedProc(mu=0.3, tau=0.2)).servers
     np.testing.assert_allclose(flat(with_prototypes.variables), flat(fedproc.variables), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(with_prototypes.prototypes, fedproc.prototypes, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(with_prototypes.valid[0], [True, True, True, False])

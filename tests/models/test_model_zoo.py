@@ -413,6 +413,20 @@ def test_drop_connect_takes_whole_samples_out_of_blocks_with_a_shortcut():
     np.testing.assert_allclose(dropped[~removed], 2 * plain[~removed], 1e-4, 1e-5)
 
 
+def test_the_rate_of_drop_connect_grows_from_block_to_block():
+    rates = []
+
+    def note(call, args, kwargs, context):
+        if isinstance(context.module, EfficientBlock) and context.method_name == "__call__":
+            rates.append(context.module.drop)
+        return call(*args, **kwargs)
+
+    network = EfficientNet(EFFICIENT_STAGES, last=None, drop_connect=0.4)
+    with nn.intercept_methods(note):
+        jax.eval_shape(lambda: network.init(jax.random.key(0), images(), train=False))
+    np.testing.assert_allclose(rates, [0, 0.1, 0.2, 0.3])
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("network", [ResNet((1,), width=4), EfficientNet(EFFICIENT_STAGES, last=None)])
 def test_kernels_start_normal_or_uniform(network):

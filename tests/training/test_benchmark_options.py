@@ -15,6 +15,8 @@ from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy, focal_loss
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.methods.method import Batch, Facts, Local, class_weights
+from fedjax_pcdd.models import Outputs
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.initial_weights import started_from
 from fedjax_pcdd.training.metrics import History
@@ -41,10 +43,27 @@ def test_focal_loss_without_exponent_and_weights_is_cross_entropy():
     )
 
 
+@pytest.mark.parametrize("gamma", [1.0, 3.0])
+def test_clients_minimise_the_focal_loss_with_the_exponent_asked_for(gamma):
+    outputs = Outputs(None, jax.random.normal(jax.random.key(0), (6, 4)))
+    batch = Batch(None, jnp.array([0, 1, 2, 3, 0, 1]), jnp.ones(6))
+    context = toy.context(hyper=Local(loss="focal", focal_gamma=gamma))
+    expected = focal_loss(outputs.logits, batch.labels, gamma=gamma)
+    np.testing.assert_allclose(Method().classification(outputs, batch, context), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_focal_loss_of_a_certain_prediction_has_a_finite_gradient(gamma):
     gradient = jax.grad(lambda x: focal_loss(x, jnp.array([0]), gamma=gamma))(jnp.array([[200.0, 0.0]]))
     np.testing.assert_allclose(gradient, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("pooled", [5 / 4, 5, 0]), ("local", [4 / 3, 4, 0])])
+def test_class_weights_are_those_of_all_clients_samples_or_of_the_clients_own(kind, expected):
+    counts = jnp.array([[3, 1, 0], [1, 0, 0]])
+    facts = Facts(jnp.zeros((), int), counts[0], counts[0].sum(), counts)
+    np.testing.assert_allclose(class_weights(facts, kind), expected, rtol=1e-6)
+    assert class_weights(facts, "none") is None
 
 
 def test_methods_with_a_softmax_of_their_own_declare_it():
