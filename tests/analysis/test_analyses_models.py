@@ -14,9 +14,10 @@ from fedjax_pcdd.analysis.angles import Angles, class_angles, etf_angle
 from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
 from fedjax_pcdd.analysis.trained import STEPS, Observed, Steps
-from fedjax_pcdd.analysis.views import View, class_means, random_probe
+from fedjax_pcdd.analysis.views import View, class_means, client_probe, random_probe
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import hold_out
+from fedjax_pcdd.engine.program import samples_of
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.methods import METHODS
@@ -267,6 +268,26 @@ def test_participants_of_two_architectures_are_measured_between_rounds():
     angles = np.array([class_angles(w.T, classes).missing for w, classes in zip(kernels, present, strict=True)])
     assert client_values is None
     assert entry["angles"]["local"]["missing"] == pytest.approx(angles[angles >= 0].mean(), rel=1e-5)
+
+
+@struct.dataclass
+class Frozen(METHODS["fedavg"]):
+    def trainable(self, params, context):
+        return jax.tree.map(lambda _: False, params)
+
+
+@pytest.mark.thorough
+def test_gradients_of_parameters_that_are_not_trained_do_not_count():
+    values = first_local_values(toy.simulation(method=Frozen(), clip=1e-6), ("gradients",))["gradients"]
+    assert (values["norm"] == 0).all()
+    assert (values["clipped"] == 0).all()
+
+
+def test_the_probe_of_a_client_with_many_samples_is_spread_over_all_of_them():
+    samples = samples_of(np.zeros(307), np.zeros(307), [np.arange(7), np.arange(7, 307)])
+    index, mask = client_probe(View(None, None, None, None, samples, 1, None))
+    assert mask.all()
+    assert set(np.diff(index, prepend=5, append=307)) <= {2, 3}
 
 
 def test_the_random_probe_holds_every_sample_once():

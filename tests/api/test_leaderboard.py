@@ -309,6 +309,10 @@ def test_the_second_score_decides_between_trials_equal_in_the_first():
         leaderboard._best(outcomes, ["ga", "PA"])
 
 
+def test_scores_equal_up_to_float_rounding_are_equal():
+    assert leaderboard._best([{"ga": 0.3, "pa": 0.2}, {"ga": 0.1 + 0.2, "pa": 0.1}], ["ga", "pa"]) == 0
+
+
 def test_methods_with_fedavgs_global_model_choose_trials_by_ga_then_pa():
     plan = leaderboard.read_plan()
     assert plan.scores_of("ditto") == plan.scores_of("apfl") == ["ga_validation_best", "pa_validation_best"]

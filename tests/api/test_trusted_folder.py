@@ -307,6 +307,12 @@ def test_groups_of_samples_are_part_of_a_data_sets_digest():
     assert len({inputs.digest_of(from_arrays(*arrays, groups=pair)) for pair in groups}) == len(groups)
 
 
+def test_all_samples_and_labels_are_part_of_a_data_sets_digest():
+    arrays = [[0.0], [1.0]], [0, 1], [[0.5], [0.7]], [0, 1]
+    changed = [[*arrays[:i], arrays[i][::-1], *arrays[i + 1 :]] for i in range(4)]
+    assert len({inputs.digest_of(from_arrays(*each)) for each in (arrays, *changed)}) == 5
+
+
 def test_training_and_test_lists_are_part_of_a_partitions_digest():
     data, lists = from_arrays([[0.0], [1.0]], [0, 1], [[0.5], [0.7]], [0, 1]), [np.array([0]), np.array([1])]
     federations = [

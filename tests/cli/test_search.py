@@ -51,6 +51,12 @@ def test_suggestions_stay_within_their_bounds_and_come_nearer_to_the_best():
     assert search.best()["mu"] == "1"
 
 
+def test_a_suggestion_stays_within_its_bounds_when_it_is_rounded():
+    search = Search({"method": "fedavg", "lr": "0.01234:0.01236"}, {})
+    next(search.stages(3, together=3))
+    assert all(0.01234 <= float(trial.options["lr"]) <= 0.01236 for trial in search.trials)
+
+
 def test_a_trial_is_a_run_of_every_seed_and_no_trial_is_repeated():
     search, _ = made_up_search(3)
     assert [experiment.name for experiment in search.trials[0].experiments] == ["trial-000-s0", "trial-000-s1"]

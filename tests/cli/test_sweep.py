@@ -670,6 +670,16 @@ def test_python_runs_a_grid_as_a_sweep(tmp_path):
         fp.sweep({"round": 1})
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("drawn", ["train_samples", "test_samples"])
+def test_a_sweep_whose_seeds_draw_their_own_samples_is_accepted_again(tmp_path, drawn):
+    grid = {"method": "fedavg", "seed": [0, 1], "rounds": 1, "local_epochs": 1, "lanes": 1, "model": "mlp", drawn: 60}
+    grid |= {"fine_tune_epochs": 0, "partition": "iid", "clients": 3}
+    first = fp.sweep(grid, folder=tmp_path)
+    assert all(isinstance(result, dict) for result in first.values())
+    assert fp.sweep(grid, folder=tmp_path) == first
+
+
 def test_a_grid_search_selects_on_what_its_preset_says(tmp_path):
     (tmp_path / "a.yaml").write_text(PRESET.replace("digits}", "digits, validation: 0.1, select_on: validation}"))
     results, values = {}, []

@@ -37,6 +37,15 @@ def test_unavailable_clients_are_not_selected_and_dropped_out_ones_weigh_nothing
     assert jobs.weight.sum() == pytest.approx(1)
 
 
+def test_every_round_draws_anew_which_of_its_clients_drop_out():
+    client_availability = Availability(np.ones((1, 5)), np.full(5, 0.5))
+    unreliable, reliable = build_simulation(client_availability), build_simulation()
+    for round in range(6):
+        (selected,) = reliable.clients_of(round)
+        stays = client_availability.stay(0, round)[selected]
+        np.testing.assert_array_equal(unreliable.clients_of(round)[0], selected[stays])
+
+
 @pytest.mark.thorough
 def test_a_round_equals_one_of_only_the_clients_that_stay():
     """Absent clients keep their state, and the weights are of those that train."""

@@ -86,6 +86,12 @@ def test_neutral_draws_give_a_window_of_the_image():
 
 
 @pytest.mark.thorough
+def test_rows_and_columns_of_a_window_are_placed_by_draws_of_their_own():
+    window = SMALL.apply(IMAGE, NEUTRAL._replace(corner=jnp.array([0.0, 0.999])))
+    np.testing.assert_array_equal(window, IMAGE[:25, 3:])
+
+
+@pytest.mark.thorough
 def test_a_scale_enlarges_the_image():
     ramp = jnp.broadcast_to(jnp.arange(200, dtype=jnp.uint8)[:, None, None], (200, 200, 3))
     rows = Dermoscopy(window=180).apply(ramp, NEUTRAL._replace(scale=jnp.float32(1.25)))[:, 0, 0]

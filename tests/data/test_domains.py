@@ -504,6 +504,10 @@ def test_other_public_sets_have_cifar100_augmentation_and_imagenet_constants(nam
     assert (pipeline.crop, pipeline.padding, pipeline.flip, pipeline.rotate) == ("zero", 4, True, 15.0)
 
 
+def test_the_border_of_public_images_is_an_eighth_of_their_side():
+    assert augment.public_pipeline("digits_public", 16).padding == 2
+
+
 # Real files
 
 

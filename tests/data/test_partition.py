@@ -215,6 +215,12 @@ def test_quantity_skew_gives_clients_unequal_sizes_and_all_classes():
     assert (class_counts(balanced(5000), split.train, 10)[sizes > 200] > 0).all()
 
 
+def test_quantity_skew_divides_test_samples_in_proportion_to_training_samples():
+    split = quantity(balanced(5000), balanced(1000), clients=5, seed=0, beta=0.3)
+    trained, tested = (np.array([len(indices) for indices in lists]) for lists in split)
+    assert np.abs(trained / 5 - tested).max() <= 1
+
+
 @pytest.mark.parametrize("beta", [1e-6, 1e-300])
 def test_a_tiny_beta_gives_as_much_as_possible_to_one_client(beta):
     """In most draws all gammas underflow to 0, but the limit of Dirichlet(beta) is by no means an even one."""
@@ -224,6 +230,16 @@ def test_a_tiny_beta_gives_as_much_as_possible_to_one_client(beta):
         assert sizes[:3] == [10, 10, 10]
         split = extended_dirichlet(labels, labels, seed=seed, beta=beta, **options)
         assert (np.sort(class_counts(labels, split.train, 10), 0)[-1] == 40).all()
+
+
+def test_with_a_tiny_beta_chance_decides_who_gets_almost_all():
+    splits = [split_by("quantity", clients=4, beta=1e-300, seed=seed) for seed in range(40)]
+    assert {np.argmax([len(indices) for indices in split.train]) for split in splits} == {0, 1, 2, 3}
+
+
+def test_where_no_proportion_is_left_dirichlet_gives_a_class_to_the_client_with_the_fewest_samples():
+    split = split_by("dirichlet", clients=5, beta=1e-300, retry=False)
+    assert [len(indices) for indices in split.train] == [80] * 5
 
 
 @quick
@@ -265,6 +281,11 @@ def test_following_gives_each_client_test_samples_of_its_training_classes():
     train = (np.array([1, 3]), np.array([0, 2]), np.array([4, 5]))
     test_lists = following(train, np.array([0, 1, 0, 1, 0, 0]), np.array([1, 0, 1, 0, 0, 0]))
     assert [indices.tolist() for indices in test_lists] == [[0, 2], [1, 3], [4, 5]]
+
+
+def test_following_leaves_out_test_samples_of_a_class_that_nobody_trains_on():
+    test_lists = following((np.array([0]), np.array([1])), np.array([0, 2]), np.array([1, 0, 2, 1]))
+    assert [indices.tolist() for indices in test_lists] == [[1], [2]]
 
 
 @pytest.mark.parametrize("name", PARTITIONS)

@@ -192,6 +192,39 @@ def test_public_and_private_pretraining_differ_in_draws_epochs_and_pipeline(monk
     assert (public_options, private_options) == ([3, 7, flipped], [5, 7, None])
 
 
+def decaying(groups, factor):
+    """The groups with a learning rate that falls by a factor after the first round."""
+    changed = copy.copy(groups)
+    changed.groups = tuple(copy.copy(group) for group in groups.groups)
+    for group in changed.groups:
+        group.local = dataclasses.replace(group.local, lr_steps=(1,), lr_decay=factor)
+    return changed
+
+
+@pytest.mark.thorough
+def test_an_exchange_has_the_learning_rate_of_its_round():
+    groups = decaying(toy.groups("fedmd", necks=ONE, **SGD), 0.0)
+    first, second = (arrays(groups.exchange(groups.start(), round).clients) for round in (0, 1))
+    assert_equal(arrays(groups.start().clients), second)
+    assert not same(first, second)
+
+
+@struct.dataclass
+class RateOfServer(METHODS["fedproto"]):
+    def aggregate(self, server, message, weights, context):
+        return server._replace(prototypes=jnp.full_like(server.prototypes, context.hyper.lr))
+
+
+@pytest.mark.thorough
+def test_the_server_of_all_groups_sees_the_learning_rate_of_its_round():
+    groups = decaying(toy.groups(method=RateOfServer(), epochs=1, **SGD), 0.5)
+    state, rates = groups.start(), []
+    for round in (0, 1):
+        state, _ = groups.step(state, round)
+        rates.append([float(server.prototypes.min()) for server in state.servers["groups"]])
+    np.testing.assert_allclose(rates, [[0.02, 0.02], [0.01, 0.01]], 1e-6)
+
+
 LABELS = tuple(i % 7 for i in range(21))  # more classes than the private images have
 
 

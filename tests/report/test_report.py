@@ -20,7 +20,7 @@ from fedjax_pcdd.report.contents import HELD_OUT, own_table, paper_tables, pivot
 from fedjax_pcdd.report.expected import EXPECTED, FLATTERED, measured, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band
-from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, comma_separated, ranked, shown
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, comma_separated, over_seeds, ranked, shown
 from fedjax_pcdd.report.targets import BEST, LAST, reached
 from fedjax_pcdd.training.config import dump
 from fedjax_pcdd.training.presets import PRESETS, read_preset
@@ -133,6 +133,10 @@ def test_means_equal_up_to_float_rounding_share_a_rank():
     cells = [Cell(100 * 0.57), Cell(57.0), Cell(50.0)]
     table = ranked(Table("", (Column("GA", best=1),), tuple(Row(str(cell.mean), (cell,)) for cell in cells)))
     assert [row.cells[0].rank for row in table.rows] == [1, 1, 2]
+
+
+def test_numbers_that_are_not_finite_are_left_out_of_means():
+    assert over_seeds([1.0, float("nan"), 3.0, float("-inf")]) == over_seeds([1.0, 3.0])
 
 
 def test_nothing_is_marked_in_a_table_of_one_experiment(tmp_path, cells):
@@ -265,6 +269,13 @@ def test_a_mean_over_splits_takes_the_seeds_that_all_splits_have(tmp_path, cells
     table, _ = toy_tables(collect([tmp_path / "runs"]), cells, experiments)
     cell = row(table, "fedavg")["avg"]
     assert (cell.mean, cell.n, cell.difference) == (pytest.approx(45.0), 1, pytest.approx(1.0))
+
+
+def test_a_mean_over_splits_needs_the_number_of_each_split(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", ga=0.5)
+    add_to_summary(in_preset(tmp_path / "runs/b", "B"), ga_best=None)
+    table, _ = toy_tables(collect([tmp_path / "runs"]), cells, experiments)
+    assert (row(table, "fedavg")["A"].n, row(table, "fedavg")["avg"].n) == (1, 0)
 
 
 def write_accuracies(folder, *shares):

@@ -26,6 +26,11 @@ def test_methods_with_fewer_seeds_are_left_out_and_those_that_failed_are_not():
     np.testing.assert_array_equal(scores[:, 0], [[0.5] * 3, [-np.inf] * 3])
 
 
+def test_a_seed_that_failed_is_below_all_others_in_the_ranks():
+    _, _, scores, _ = standings.over_splits([cell_result("a", [0.5], failed=2)], [("mlp", "dir", "a")])
+    assert sorted(scores[0, 0]) == [-np.inf, -np.inf, 0.5]
+
+
 def test_a_method_without_a_global_model_is_marked_and_has_no_best_round():
     local = cell_result("a", [0.3] * 3) | {"global_model": False}
     table = standings.table("mlp", "dir", [local, cell_result("b", [0.7] * 3)])

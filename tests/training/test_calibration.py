@@ -23,7 +23,14 @@ from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "options"), [("fedprox", {}), ("scaffold", {"client_state": "host", "lanes": 3})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedprox", {}),
+        ("scaffold", {"client_state": "host", "lanes": 3}),
+        ("fedavg", {"last_batch": "strict", "batch_size": 30}),
+    ],
+)
 def test_calibration_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):
     simulation = toy.simulation(name, cohort=2, **options)
     state, _ = toy.train(simulation, (0, 1))

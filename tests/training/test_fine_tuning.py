@@ -99,3 +99,12 @@ def test_tuned_heads_have_the_same_ga_however_many_are_tuned_at_once():
         state, _ = toy.train(simulated)
         results += from_last(simulated.tuner(2), state, 3)
     assert results[0] == results[1]
+
+
+@pytest.mark.thorough
+def test_fine_tuning_starts_from_averaged_statistics_and_not_from_those_of_clients():
+    simulated = toy.simulation(method=Normed(), cohort=5, local_statistics=True, noise=120)
+    state, _ = toy.train(simulated)
+    spoilt = state._replace(statistics=jax.tree.map(lambda x: x * np.nan, state.statistics))
+    first, second = (from_last(simulated.tuner(2), each, 3) for each in (state, spoilt))
+    assert first == second

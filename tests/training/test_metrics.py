@@ -67,6 +67,21 @@ def test_best_local_models_have_no_common_best_round():
     assert best_rounds == [1, None]
 
 
+def test_a_summary_says_that_tests_choose_the_rounds_of_local_models_even_where_validation_chooses_others():
+    history = new_history(1)
+    history.select_on = "validation"
+    summaries = [metrics.result(history, METHODS[name]()) for name in ("fedavg", "fedproto")]
+    assert [summary.get("ga_best_selected_on") for summary in summaries] == [None, "test"]
+
+
+def test_pa_under_every_protocol_has_the_best_round_that_validation_chooses():
+    history = new_history(1)
+    for round, (pa, on_validation, received) in enumerate(((0.5, 0.9, 0.2), (0.6, 0.3, 0.8)), 1):
+        history.rows.append({"round": round, "pa": pa, "pa_validation": on_validation, "pa_received": received})
+    history.select_on = "validation"
+    assert (history.best("pa"), history.best("pa_received")) == ((0.5, 1), (0.2, 1))
+
+
 def test_the_first_of_a_clients_equally_good_rounds_gives_its_ga():
     history = new_history(1)
     for ga in (0.3, 0.4):

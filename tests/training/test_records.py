@@ -220,6 +220,14 @@ def test_the_table_shows_percent_with_two_decimals_and_the_best_round(console):
     assert cells == [["GA", "81.23", "40", "80.00", "-", "-"], ["PA", "-", "-", "-", "-", "-"]]
 
 
+def test_the_table_tells_pa_after_fine_tuning_from_pa_in_training():
+    summary = {"pa_best": 0.9, "pa_last": 0.8, "pa_local_best": 0.5, "pa_local_last": 0.4}
+    table = progress.final_table(summary | {"pa_protocol": "global model fine-tuned for 2 epochs"})
+    headings, best, _, last, *_ = (list(column.cells) for column in table.columns)
+    assert headings == ["GA", "PA after fine-tuning", "PA in training"]
+    assert (best, last) == (["-", "90.00", "50.00"], ["-", "80.00", "40.00"])
+
+
 class RunStandIn:
     """What bars and loggers read of a run."""
 

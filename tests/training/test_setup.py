@@ -3,9 +3,11 @@
 import gc
 
 import jax
+import numpy as np
 import pytest
 
 import fedjax_pcdd.training.build as build_module
+from fedjax_pcdd.data.dermoscopy import drawn_once
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.fine_tuning import calibrator_of
 from fedjax_pcdd.training.tasks import setup
@@ -46,3 +48,18 @@ def test_public_images_are_read_once(monkeypatch, method):
     run = prepared(method=method, lanes=2)
     run.settled(run.start(), None, print)
     assert names == ["digits_public"]
+
+
+def test_what_augmentation_draws_once_follows_the_seed_of_the_run(tmp_path):
+    images, labels = np.full((16, 28, 28, 3), 9, np.uint8), np.arange(16) % 8
+    np.savez(tmp_path / "isic2019.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    options = {"dataset": "isic2019", "data_dir": tmp_path, "partition": "iid", "clients": 2}
+    runs = [prepared(seed=seed, **options) for seed in (0, 1)]
+    assert [run.pipelines()[0].own for run in runs] == [drawn_once(25, 0), drawn_once(25, 1)]
+    assert drawn_once(25, 0) != drawn_once(25, 1)
+
+
+def test_the_seed_of_a_run_draws_its_public_images_and_their_labels():
+    first, second = (prepared(method="fedmd", transfer_epochs=1, seed=seed) for seed in (0, 1))
+    assert (first.public != second.public).any()
+    assert (first.public_labels != second.public_labels).any()

@@ -44,6 +44,12 @@ def test_each_class_of_each_client_gives_its_share_to_within_one_sample(sizes, s
     assert not np.intersect1d(split.validation.flat, split.partition.train.flat).size
 
 
+def test_the_seed_decides_which_samples_are_held_out():
+    drawn, again, other = (hold_out(federation([40, 40]), 0.5, seed).validation.flat for seed in (3, 3, 4))
+    assert (drawn == again).all()
+    assert (drawn != other).any()
+
+
 def test_a_share_that_leaves_a_client_no_training_sample_is_refused():
     with pytest.raises(UserError, match=r"validation=0\.6 leaves client 1 without a training sample: lower it"):
         hold_out(federation([5, 1]), 0.6, 0)
