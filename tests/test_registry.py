@@ -140,6 +140,18 @@ def test_a_run_is_not_resumed_if_a_file_from_outside_has_changed_or_is_gone(fold
     refused("own.py:FedStep of this run was in .*, which is gone", read_run, folder / "run")
 
 
+@pytest.mark.parametrize("options", [[], ["--loggers=none", "--track=none"]], ids=["repaired", "left out"])
+def test_a_run_whose_own_logger_fails_goes_on_with_another_one_or_without(folder, capsys, options):
+    fails = 'if run.round == 2: raise RuntimeError("full")\n        self.file'
+    (folder / "watch.py").write_text(PARTS.replace("self.file.write_text", f"{fails}.write_text"))
+    watched = ["--loggers=watch.py:Log", "--track=watch.py:norm", "--model=mlp", "--clients=2", "--checkpoint-every=1"]
+    with pytest.raises(RuntimeError, match="full"):
+        main([*SMALL, *watched, "--run-dir=run"])
+    (folder / "watch.py").write_text(PARTS)
+    assert main(["--resume=run", *options]) == 0
+    assert ("watch.py:norm has changed since the run in run began" in capsys.readouterr().err) == (not options)
+
+
 @pytest.mark.thorough
 def test_every_kind_of_part_can_be_named_by_an_import_path(folder):
     parts = ["--model=parts.py:Net", "--partition=parts.py:by_hand", "--augmentation=parts.py:half_black"]

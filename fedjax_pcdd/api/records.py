@@ -127,7 +127,7 @@ class MemoryRecord(Record):
 
 def _the_same_everywhere(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """What several processes must agree on, of the inputs of a run; files by their content, wherever they are."""
-    single = ("options", "files", "versions")  # options are compared when processes meet
+    single = ("options", "files", "onlookers", "versions")  # options are compared when processes meet
     files = sorted(inputs["files"].values())
     versions = {f"`{name}`'s version": version for name, version in inputs["versions"].items()}
     whole = {f"the {name}": value for name, value in inputs.items() if name not in single}
@@ -179,6 +179,9 @@ class FolderRecord(Record):
             )  # fmt: skip
             opened.callback(checkpoints.close)
             self.noted = read_resolved(self.folder, checkpoints.newest_record)
+            if config.resume and checkpoints.newest_full is None and self.folder.summary() is not None:
+                finished = f"the run in {self.folder.path} is finished, and its checkpoints are gone"
+                raise UserError(f"{finished}: its results stay as they are; to train it anew, start another run.")
             check_given((self.noted or {}).get("given", ()), asked.given, self.folder.path)
             check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
             if asked.data and asked.data[0] != self.inputs["data set"]:

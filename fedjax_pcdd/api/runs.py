@@ -220,7 +220,7 @@ def resume(
       UserError: there is no run, or it cannot be continued.
     """
     run_callbacks, last = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)], bars(progress)
-    request = recorded(as_path(folder, "folder"), objects, "resume")
+    request = recorded(as_path(folder, "folder").absolute(), objects, "resume")
     return finished(request._replace(callbacks=run_callbacks, last=last))
 
 

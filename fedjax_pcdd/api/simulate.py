@@ -9,6 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax.numpy as jnp
+from jax.core import Tracer
+
 from fedjax_pcdd import methods
 from fedjax_pcdd.api.data import options_that_draw, options_that_load, partition
 from fedjax_pcdd.api.history import History
@@ -106,6 +109,8 @@ def simulate(
     >>> history.ga.shape, history.ga_per_class.shape, history.pa_per_client.shape
     ((2,), (2, 10), (2, 4))
     """
+    if isinstance(jnp.zeros(()), Tracer):
+        raise UserError("simulate cannot be called while JAX traces a function: call it outside of jax.jit.")
     if local_epochs is None and options.get("local_steps") is None:
         local_epochs = RUN["local_epochs"].default
     named_options = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
@@ -118,12 +123,12 @@ def simulate(
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
     all_callbacks = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)]
     if callback is not None:
-        folder = None if run_dir is None else as_path(run_dir, "run_dir")
+        folder = None if run_dir is None else as_path(run_dir, "run_dir").absolute()
         all_callbacks.append(_Told(callback, label, Asked(config, method_object, given=given), folder))
     asked = Asked(config, method_object, callbacks=all_callbacks, last=bars(progress), given=given)
     if run_dir is None:
         return finished(asked, label)
-    return _in_folder(asked, as_path(run_dir, "run_dir"), resume, label)
+    return _in_folder(asked, as_path(run_dir, "run_dir").absolute(), resume, label)
 
 
 class _Told(Callback):

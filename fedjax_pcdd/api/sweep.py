@@ -66,7 +66,7 @@ def sweep(
     console = Console(quiet=not yes_or_no(progress, "progress"))
     if together is not None:
         together = convert(TOGETHER, str(together))
-    sweep_path = None if folder is None else as_path(folder, "folder")
+    sweep_path = None if folder is None else as_path(folder, "folder").absolute()
     steps = stages({name: with_commas(value) for name, value in options.items()}, results)
     return Results(*run_stages(steps, results, sweep_path, together, console=console), results)
 

@@ -7,6 +7,7 @@ takes over those of processes that died, and ends with the results of all.
 
 import hashlib
 import time
+import traceback
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from fedjax_pcdd.api.programs import affordable, groups, portions, program_key
 from fedjax_pcdd.api.records import APART, Asked, Result, untracked
 from fedjax_pcdd.api.runs import check_same, run, run_together, warn
 from fedjax_pcdd.engine.executables import compiled_once
-from fedjax_pcdd.errors import Say, UserError, is_there, writing
+from fedjax_pcdd.errors import Say, UserError, in_one_line, is_there, writing
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import NOT_COMPUTED, RunConfig, values
 from fedjax_pcdd.training.fields import write_text
@@ -204,7 +205,7 @@ class Sweep:
         with_bars = {name: request._replace(last=[PartOfSweep(bar, name)]) for name, request in requests.items()}
         try:
             results = run_together(list(with_bars.values()), self._say_once) if len(with_bars) > 1 else []
-        except UserError:
+        except Exception:
             results = []  # run alone, the experiment that it concerns reports it
         for name, result in zip(with_bars, results, strict=False):
             self._conclude(name, result)
@@ -218,6 +219,9 @@ class Sweep:
                     )  # fmt: skip
                 except UserError as error:
                     result = error
+                except Exception as error:  # of a method or another part of the user's: the others go on
+                    traceback.print_exc()
+                    result = UserError(f"{type(error).__name__}: {in_one_line(error)}.")
                 self._conclude(name, result)
             self.left.pop(name, None)
             bar.end(name)

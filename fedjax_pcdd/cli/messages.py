@@ -4,12 +4,15 @@ import codecs
 import errno
 import os
 import shlex
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from fedjax_pcdd.errors import UserError, spelled
 
@@ -81,6 +84,28 @@ def _can_print() -> bool:
     except OSError:
         _print_no_more()
         return False
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """A context in which Ctrl-C ends the process at once, with a sentence: nothing has been written yet.
+
+    The exception that Python raises otherwise is lost, or aborts the process, where it comes while JAX is being loaded.
+    """
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, _: Any) -> None:
+    os.write(2, b"stopped; nothing was written.\n")
+    os._exit(128 + number)
 
 
 def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedjax_pcdd.cli.messages import guarded, invocation, sentence
+from fedjax_pcdd.cli.messages import guarded, invocation, sentence, starting
 from fedjax_pcdd.errors import is_there
 from fedjax_pcdd.training.config import RUN, RunConfig, check_written, run_folder
 
@@ -28,15 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> None:
     check_written(_plainly_written(argv))  # before methods and JAX are loaded, which takes seconds
-    from fedjax_pcdd.cli.help import information
-    from fedjax_pcdd.cli.options import configure, scan
+    with starting():
+        from fedjax_pcdd.cli.help import information
+        from fedjax_pcdd.cli.options import configure, scan
 
-    options = scan(argv)
-    if text := information(options):
-        print(text)
-        return
-    config, method = configure(options)
-    from fedjax_pcdd.training.lock import Taken
+        options = scan(argv)
+        if text := information(options):
+            print(text)
+            return
+        config, method = configure(options)
+        from fedjax_pcdd.api import runs  # noqa: F401 - JAX programs are not needed for the help and for mistakes
+        from fedjax_pcdd.training.lock import Taken
 
     while True:
         named = config if config.resume else replace(config, run_dir=run_folder(config))
@@ -71,7 +73,7 @@ def _plainly_written(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
-    from fedjax_pcdd.api import runs  # JAX programs are not needed for the help and for mistakes
+    from fedjax_pcdd.api import runs
     from fedjax_pcdd.training import hosts, interrupts, progress
 
     def killed() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedjax_pcdd.api.grid import SEARCH
-from fedjax_pcdd.cli.messages import flag, guarded, sentence
+from fedjax_pcdd.cli.messages import flag, guarded, sentence, starting
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.sweep import CONSOLE, conclude, is_quiet, of_what_has_begun, own_options, status, train
 from fedjax_pcdd.report.tables import terminal
@@ -41,7 +41,8 @@ def search_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    options = scan(argv)
+    with starting():
+        options = scan(argv)
     if "help" in options:
         print(HELP)
         return 0

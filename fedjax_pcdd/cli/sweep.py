@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
-from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence
+from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence, starting
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
 from fedjax_pcdd.errors import UserError, in_one_line, writing
@@ -97,7 +97,8 @@ def sweep_main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     slurm = [word for word in argv if word.startswith("--slurm.")]
-    options = scan([word for word in argv if word not in slurm])
+    with starting():
+        options = scan([word for word in argv if word not in slurm])
     if "help" in options:
         print(HELP)
         return 0
@@ -180,8 +181,9 @@ def train(
     before: Callable[["Sweep", Path], bool] = lambda part, folder: True, *, quiet: bool = False,
 ) -> tuple[Path, list[Experiment]]:  # fmt: skip
     """`api.sweep.run_stages` with what a command adds: signals, its origin, and a bar and advice unless quiet."""
-    from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
-    from fedjax_pcdd.training import interrupts
+    with starting():
+        from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
+        from fedjax_pcdd.training import interrupts
 
     try:
         with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):

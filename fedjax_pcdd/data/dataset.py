@@ -150,10 +150,10 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
 
 def _has_levels(x: np.ndarray, name: str) -> bool:
     """Whether these numbers are levels in [0, 255]; warns of image integers that are not and of floats that look so."""
-    if x.dtype.kind == "f" and x.ndim > 2 and x.size and 200 < x.max() <= 255 and not (x[:LOOKED_AT] % 1).any():
+    if x.dtype.kind == "f" and x.ndim > 2 and x.size and 200 < x.max() <= 255 and x.min() >= 0:
         warnings.warn(
-            f"{name} holds levels from 0 to 255 as {x.dtype}, which reach the model as they are: give integers to have "
-            "them scaled to [0, 1].",
+            f"{name} holds numbers from 0 to {x.max():g} as {x.dtype}, which reach the model as they are: give "
+            "integers to have them scaled to [0, 1], or divide them by 255.",
             stacklevel=4,
         )
     if x.dtype.kind not in "iu" or x.ndim == 2:

@@ -118,7 +118,8 @@ def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
     if name in DATASETS:
         contents = _CONTENTS.get(name, _ARRAYS)
         return f"The data set '{name}' was not found ({places}); put {name}.npz there, with {contents} (docs/data.md)."
-    return f"There is no data set '{name}' ({places}); {nearest_part(name, DATASETS)}"
+    missing = "" if is_there(root, Path.is_dir) else f", but {root.absolute()} is no folder"
+    return f"There is no data set '{name}' ({places}{missing}); {nearest_part(name, DATASETS)}"
 
 
 def _digits() -> Dataset:

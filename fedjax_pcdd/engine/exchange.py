@@ -19,7 +19,7 @@ from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.jobs import only
 from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import Data, Program, Tree, facts_of, lift
-from fedjax_pcdd.methods.checks import like, of_kind, same_shapes, scalar
+from fedjax_pcdd.methods.checks import flags, of_kind, same_shapes, scalar
 from fedjax_pcdd.methods.method import Context, Keys, Local
 from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, model_of, over_all, with_model
 from fedjax_pcdd.trees import select
@@ -161,7 +161,7 @@ class Exchange:
         """One optimiser step of one participant."""
         method, context = self.method, self.context(g, one, public, t)
         params, optimiser = one.variables["params"], self.optimiser(g)
-        moving = like(method, "trainable", method.trainable(params, context), params)
+        moving = flags(method, "trainable", method.trainable(params, context), params)
 
         def loss(params):
             result = method.imitate({**one.variables, "params": params}, batch, context)

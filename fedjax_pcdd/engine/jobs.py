@@ -24,7 +24,7 @@ from fedjax_pcdd.engine.program import (
     with_own,
 )
 from fedjax_pcdd.engine.schedule import Jobs
-from fedjax_pcdd.methods.checks import like, of_kind, of_model, same_shapes, scalar
+from fedjax_pcdd.methods.checks import flags, of_kind, of_model, same_shapes, scalar
 from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Keys, Local, Step
 from fedjax_pcdd.trees import at, select
 
@@ -148,7 +148,7 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
     context = context_of(program, inputs, lane, step - lane.start)
     batch = train_batch(program, inputs.data, index, context.keys.augment)
     variables, params = lane.variables, lane.variables["params"]
-    moving = like(method, "trainable", method.trainable(params, context), params)
+    moving = flags(method, "trainable", method.trainable(params, context), params)
 
     def evaluate(variables):
         current_context = seen_at(program, context, variables["params"])

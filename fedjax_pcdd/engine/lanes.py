@@ -36,7 +36,7 @@ from fedjax_pcdd.engine.program import (
 )  # fmt: skip
 from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
-from fedjax_pcdd.methods.checks import of_kind, same_shapes, weighable
+from fedjax_pcdd.methods.checks import of_kind, same_shapes, sendable
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message
 from fedjax_pcdd.trees import at, select, where, zeros_like
 
@@ -87,8 +87,7 @@ def upload(program: Program, inputs: Inputs, lane: Lane) -> tuple[Tree, Message]
     context = context_of(program, inputs, lane, at(inputs.jobs.steps, lane.job))
     result = method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
     client, message = of_kind(method, "upload", result, object, Message)
-    weighable(method, "upload", message.mean)
-    return client, message
+    return client, sendable(method, "upload", message)
 
 
 def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:

@@ -238,7 +238,7 @@ class Simulation(Planner):
         """Place what rounds read on the devices: methods and local training [E], data, and keys [E]."""
         local = [_traced(e.local) for e in self.experiments]
         configured = [
-            of_kind(e.method, "configure", e.method.configure(self.program.setting, traced), Method, object)
+            of_kind(e.method, "configure", e.method.configure(self.program.setting, traced), Method, list)
             for e, traced in zip(self.experiments, local, strict=True)
         ]
         for method, _ in configured:

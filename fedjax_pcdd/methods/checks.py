@@ -7,8 +7,9 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, shortened
 
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
@@ -65,26 +66,35 @@ def _array(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, int | float) else leaf
 
 
-def weighable(method: Any, hook: str, mean: Any) -> Any:
-    """The part `mean` of a message; UserError if a leaf is no real number, which a weighted mean would cut off."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(mean):
+def sendable(method: Any, hook: str, message: Any) -> Any:
+    """The message; UserError if a leaf is no number, or in `mean` no real one, which its weight would cut off."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(message):
+        if not (isinstance(leaf, int | float) or hasattr(leaf, "dtype")):
+            raise UserError(f"{_name(method)}.{hook} must send numbers; {_written(path)} is {shortened(leaf)}.")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(message.mean):
         if not _real(leaf):
             actual = f"{_written(path)} is {jnp.result_type(leaf).name}"
             raise UserError(
                 f"{_name(method)}.{hook} must send real numbers in the message's mean, which is weighted; {actual}: "
                 "convert it, or send it in total or each."
             )
-    return mean
+    return message
 
 
 def _real(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def like(method: Any, hook: str, tree: Any, params: Any) -> Any:
-    """A hook's tree with a leaf for each array of the parameters, or None; UserError if its structure differs."""
-    if tree is not None and jax.tree.structure(tree) != jax.tree.structure(params):
+def flags(method: Any, hook: str, tree: Any, params: Any) -> Any:
+    """A hook's tree with a boolean for each array of the parameters, or None; UserError for anything else."""
+    if tree is None:
+        return None
+    if jax.tree.structure(tree) != jax.tree.structure(params):
         raise UserError(f"{_name(method)}.{hook} must say something of each array of the parameters, or return None.")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if np.shape(leaf) or not jnp.issubdtype(jnp.result_type(leaf), jnp.bool_):
+            sentence = f"must say True or False of each array of the parameters; {_written(path)} is {shortened(leaf)}."
+            raise UserError(f"{_name(method)}.{hook} {sentence}")
     return tree
 
 

@@ -99,6 +99,14 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, bool | np.bool_ if kind is bool else kind)
 
 
+def not_called(method: Any) -> list[str]:
+    """A sentence if a class from outside defines `summarise`, and no pass over the data is asked for."""
+    owner = next(cls for cls in type(method).__mro__ if "summarise" in vars(cls))
+    if is_of_package(owner) or method.traits().summary is not None:
+        return []
+    return [f"{owner.__name__}.summarise is not called: let traits give a Summary."]
+
+
 def misspelt(method: Any, contract: type) -> list[str]:
     """A sentence for each of the method's own functions whose name is close to that of a hook of the contract."""
     hooks = [name for name, value in vars(contract).items() if callable(value) and not name.startswith("_")]

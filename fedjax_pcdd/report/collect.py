@@ -16,7 +16,7 @@ from fedjax_pcdd.errors import UserError, is_there, unreadable
 from fedjax_pcdd.training.config import RUN, partition_tag
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
 from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder, failure_of
-from fedjax_pcdd.training.outside import OUTSIDE, recorded_origins
+from fedjax_pcdd.training.outside import OUTSIDE, onlookers, recorded_origins
 from fedjax_pcdd.training.presets import has_own_partition
 
 OF_DATA = "data set"
@@ -224,10 +224,9 @@ def read_record(path: Path) -> RunRecord:
     # The method's own options stay as written, because the method may not be available.
     run_options = convert_all({name: value for name, value in options.items() if name in RUN}, RUN, str(path / CONFIG))
     config = {name: option.default for name, option in RUN.items()} | options | run_options
-    if OUTSIDE in config:  # by content, wherever the files were
-        config[OUTSIDE] = short(
-            *sorted(o.sha256 for o in recorded_origins(config[OUTSIDE], str(path / CONFIG)).values())
-        )
+    origins = recorded_origins(config.pop(OUTSIDE, None), str(path / CONFIG))
+    if contents := sorted(origin.sha256 for name, origin in origins.items() if name not in onlookers(config)):
+        config[OUTSIDE] = short(*contents)  # by content, wherever the files were
     resolved, summary = folder.read_json("resolved.json") or {}, folder.summary()
     valid = all(isinstance(resolved.get(name, ""), str | None) for name in ("preset", "split", "variant", "command"))
     inputs = resolved.get("inputs") or {}

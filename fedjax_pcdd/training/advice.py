@@ -54,6 +54,14 @@ def twice(federation: Federation) -> list[str]:
     return [] if first is None else [f"`partition` gives client {first} a sample more than once, {end}"]
 
 
+def only_tested(dataset: Dataset) -> list[str]:
+    """A sentence if classes have tests and no training samples at all, as where the two were numbered apart."""
+    trained, tested = (np.bincount(y, minlength=dataset.num_classes) > 0 for y in (dataset.y_train, dataset.y_test))
+    classes = np.flatnonzero(tested & ~trained)
+    which = ", ".join(map(str, classes[:5])) + " ..." * (len(classes) > 5)
+    return [f"data set '{dataset.name}' has tests, but no training samples, of class {which}."] * bool(len(classes))
+
+
 def on_other_scale(dataset: Dataset) -> list[str]:
     """A sentence if clients' images are numbers outside of [0, 1], to which public images are scaled."""
     x = dataset.x_train[:LOOKED_AT] if dataset.x_train.dtype == np.float32 else np.zeros(1)

@@ -247,7 +247,7 @@ class Checkpoints:
             restored = self._newest(like)
             if self._writes:
                 if restored is None:
-                    self._say(f"no full checkpoint in {self._folder} yet: starting from round 0")
+                    self._say(f"no full checkpoint in {self._folder}: starting from round 0")
                 self._discard_after(0 if restored is None else restored.round)
             return restored
 

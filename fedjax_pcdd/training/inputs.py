@@ -34,7 +34,7 @@ from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import is_of_package
 from fedjax_pcdd.training.config import NOT_COMPUTED, RunConfig, values
 from fedjax_pcdd.training.folder import RunFolder, dumps
-from fedjax_pcdd.training.outside import origins_of
+from fedjax_pcdd.training.outside import onlookers, origins_of
 
 RESOLVED = "resolved.json"
 WHOLE = 2**31  # bytes; of a larger array only `PIECES` evenly spread pieces are hashed
@@ -59,6 +59,7 @@ def inputs_of(
       model: the object, or the list of them, that the user passed in place of a name.
     """
     options = {name: value for name, value in values(config, method).items() if name not in NOT_COMPUTED}
+    files, watching = {name: origin.sha256 for name, origin in origins_of(config).items()}, onlookers(vars(config))
     return {
         "options": json.loads(json.dumps(options, default=str)),
         "data set": data,
@@ -67,7 +68,8 @@ def inputs_of(
         "public labels": None if labels is None else digest([labels]),
         "partition": digest(a for part in federation.partition for a in (Lists.of(part).flat, Lists.of(part).sizes)),
         "availability": _draws(availability, config.seed),
-        "files": {name: origin.sha256 for name, origin in origins_of(config).items()},
+        "files": {name: sha256 for name, sha256 in files.items() if name not in watching},
+        "onlookers": {name: sha256 for name, sha256 in files.items() if name in watching},
         "objects": {
             "model": described(model),
             "method": None if is_of_package(type(method)) else described(type(method)),
@@ -102,8 +104,11 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
     if recorded and recorded.get("availability") != now["availability"]:
         raise UserError(f"clients were drawn otherwise when the run in {run} began: start a new run.")
     for name, sha256 in (recorded.get("files") or {}).items():
-        if now["files"].get(name) != sha256:
+        if now["files"].get(name, sha256) != sha256:  # options that are others were found above
             raise UserError(f"{name} is not what the run in {run} began with: {AGAIN}.")
+    for name, sha256 in (recorded.get("onlookers") or {}).items():
+        if now["onlookers"].get(name, sha256) != sha256:
+            say(f"{name} has changed since the run in {run} began: what it writes may be otherwise from here on.")
     for name, text in (recorded.get("objects") or {}).items():
         if text is not None and now["objects"].get(name) != text:
             raise UserError(f"the {name} is not the one that the run in {run} began with: {AGAIN}.")

@@ -76,13 +76,15 @@ class Lock:
         return lock
 
     def check(self) -> None:
-        """Raise UserError if another process has taken over because this one was paused or its disk did not answer."""
+        """Raise UserError if another process has taken over, as this one was paused, or if the lock is gone."""
         content = _read(self.path)
-        if content is None or _fields(content).get("token") != self._own["token"]:
-            new_owner = "another process" if content is None else _owner(content)
+        if content is None:
             raise UserError(
-                f"{self.path.parent} was taken over by {new_owner} while this one did not answer: it goes on there."
+                f"{self.path} is gone, as if the folder had been moved or removed: continue with `resume` where it is."
             )
+        if _fields(content).get("token") != self._own["token"]:
+            new_owner = f"{_owner(content)} while this one did not answer"
+            raise UserError(f"{self.path.parent} was taken over by {new_owner}: it goes on there.")
 
     def release(self) -> None:
         """Release the lock."""

@@ -22,7 +22,7 @@ OUTSIDE = "from_outside"  # the key of config.yaml that names them
 def origins_of(config: Any) -> dict[str, Origin]:
     """The origins of the parts of a `RunConfig` that come from outside this package, by their names in it.
 
-    Files that these import from beside them are there by their paths.
+    Files that these import from beside them are there by their paths, except those of parts that only look on.
     """
     named: list[tuple[Registry, str | None]] = [
         (METHODS, methods.plain_name(config.method)),
@@ -41,9 +41,16 @@ def origins_of(config: Any) -> dict[str, Origin]:
     if weights is not None and is_there(file := located(str(weights))):  # if missing, reported elsewhere
         origins[str(weights)] = origin_of_file(file)
     origins = {name: origin for name, origin in origins.items() if origin is not None}
-    files = {Path(origin.path) for origin in origins.values() if origin.path.endswith(".py")}
+    computing = {origin.path for name, origin in origins.items() if name not in onlookers(vars(config))}
+    files = {Path(path) for path in computing if path.endswith(".py")}
     beside = {path for file in sorted(files) for path in imported_files(file)} - files
     return origins | {str(path): origin_of_file(path) for path in sorted(beside)}
+
+
+def onlookers(options: Mapping[str, Any]) -> set[str]:
+    """The names of what watches a run and cannot change its results: tracked quantities and loggers."""
+    texts = (options.get(name) for name in ("track", "loggers"))
+    return {name for text in texts if isinstance(text, str) for name in names_in(text)}
 
 
 def _registry_of(suffix: str) -> Registry:
@@ -67,9 +74,14 @@ def recorded_origins(value: Any, source: str) -> dict[str, Origin]:
         raise UserError(f"{OUTSIDE} in {source} must give path, object and sha256 of each name.") from None
 
 
-def check_unchanged(value: Mapping[str, Any] | None, source: str) -> None:
-    """Raise UserError if a part from outside is no longer the one that, by its configuration, the run began with."""
-    for name, origin in recorded_origins(value, source).items():
+def check_unchanged(options: Mapping[str, Any], source: str) -> None:
+    """Raise UserError if a part from outside is no longer the one that, by its configuration, the run began with.
+
+    What only looks on may change.
+    """
+    for name, origin in recorded_origins(options.get(OUTSIDE), source).items():
+        if name in onlookers(options):
+            continue
         file = Path(origin.path)
         if not is_there(file):
             raise UserError(f"{name} of this run was in {file}, which is gone: put it back, or start a new run.")

@@ -179,10 +179,10 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
     file = folder / "config.yaml"
     if not is_there(file):
         raise UserError(f"{folder} holds no config.yaml, so it is not a run: name the folder of one.")
-    from fedjax_pcdd.training.outside import OUTSIDE, check_unchanged
+    from fedjax_pcdd.training.outside import check_unchanged
 
     text = read_text(file)
-    check_unchanged(load_mapping(text, str(file)).get(OUTSIDE), str(file))
+    check_unchanged(load_mapping(text, str(file)), str(file))
     config, method = parse_config(text, str(file))
     return _with_own_partition(config, folder), method
 

@@ -23,13 +23,22 @@ from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method, Traits
 from fedjax_pcdd.methods.checks import built
-from fedjax_pcdd.methods.declared import check_declared, misspelt
+from fedjax_pcdd.methods.declared import check_declared, misspelt, not_called
 from fedjax_pcdd.models import is_own
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
-from fedjax_pcdd.training.advice import about_neck, about_norms, about_precision, on_other_scale, too_few, twice, unused
+from fedjax_pcdd.training.advice import (
+    about_neck,
+    about_norms,
+    about_precision,
+    on_other_scale,
+    only_tested,
+    too_few,
+    twice,
+    unused,
+)
 from fedjax_pcdd.training.build import (
     availability_of,
     build_model,
@@ -266,8 +275,9 @@ class Setup:
         model = first_simulation.program.model
         layers = about_neck(config.neck, model) + about_norms(config.bn, model, first_simulation.image_shape)
         layers += about_precision(config.precision, model, first_simulation.image_shape)
-        sentences = unused(config, method.traits()) + layers + misspelt(method, Method)
+        sentences = unused(config, method.traits()) + layers + misspelt(method, Method) + not_called(method)
         sentences += too_few(config, self.federations[e]) + twice(self.federations[e])
+        sentences += only_tested(self.federations[e].dataset)
         if method.traits().needs_public:
             sentences += on_other_scale(self.federations[e].dataset)
         return sentences + self.simulation.advice[e] + self._calibration[e]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 import pytest
 from flax import struct
@@ -66,6 +67,13 @@ class Tunes(fp.Method):
 
 
 @struct.dataclass
+class Advises(fp.Method):
+    def configure(self, setting, hyper):
+        """Returns advice that is a text."""
+        return self, "be careful"
+
+
+@struct.dataclass
 class Worded(fp.Method):
     words: str = "many"
 
@@ -107,6 +115,11 @@ MISTAKES = {
     "a method that tunes by words": (
         lambda: simulate(method=TunesByWords(), fine_tune_epochs=1, rounds=10**6),
         "Worded.words is a text, which cannot be traced",
+    ),
+    "advice that is a text": (lambda: simulate(method=Advises()), "configure must return a tuple (a Method, a list)"),
+    "a run that is traced": (
+        lambda: jax.jit(lambda x: simulate().ga[0] + x)(1.0),
+        "simulate cannot be called while JAX traces a function: call it outside of jax.jit",
     ),
     "a rule that is none": (lambda: simulate(method=Rules()), "Rules.server_rule must return a GradientTransformation"),
     "a gradient in place of a step": (

@@ -517,6 +517,32 @@ def test_a_loss_that_is_not_finite_in_round_1_says_there_is_no_checkpoint(tmp_pa
 
 
 @pytest.mark.thorough
+def test_a_finished_run_without_checkpoints_is_not_trained_anew(folder):
+    run(*build(OPTIONS | {"resume": folder, "run_dir": folder}))
+    lines = (folder / "metrics.jsonl").read_text()
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(UserError, match="is finished, and its checkpoints are gone: its results stay as they are"):
+        resume(folder)
+    assert (folder / "metrics.jsonl").read_text() == lines
+
+
+def test_another_working_folder_during_a_run_changes_nothing(tmp_path, monkeypatch):
+    digits = fp.load_dataset("digits")
+    small = digits.take(train=np.arange(60), test=np.arange(20))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fedjax_pcdd.training.lock.BEAT", 0.01)
+    (tmp_path / "elsewhere").mkdir()
+    options = {"model": "mlp", "rounds": 2, "local_epochs": 1, "batch_size": 20, "lanes": 1, "fine_tune_epochs": 0}
+
+    def go(history):
+        os.chdir(tmp_path / "elsewhere")
+
+    fp.simulate(fp.partition(small, "iid", clients=2), run_dir="run", callback=go, **options)
+    assert (tmp_path / "run/summary.json").is_file()
+    assert not (tmp_path / "run/lock").exists()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_deleted_lines_of_clients_jsonl_are_reported(folder, capsys):
     (folder / "clients.jsonl").unlink()
     resume(folder)

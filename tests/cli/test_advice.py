@@ -77,6 +77,32 @@ def test_a_sample_that_a_client_has_twice_is_reported(tmp_path, capsys, more):
     assert (words in text) == bool(more)
 
 
+@pytest.mark.parametrize("shift", [0, 2])
+def test_classes_that_have_tests_and_no_training_samples_are_reported(tmp_path, capsys, shift):
+    x, y = np.zeros((60, 4, 4, 1), np.uint8), np.arange(60) % 3
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y + shift)
+    text = advice_on(tmp_path, capsys, dataset=tmp_path / "mine.npz", partition="iid", model="mlp")
+    assert ("data set 'mine' has tests, but no training samples, of class 3, 4." in text) == bool(shift)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_pass_over_the_data_that_traits_do_not_ask_for_is_reported(tmp_path, capsys, asked):
+    traits = "def traits(self):\n        return fp.Traits(summary=Summary())" if asked else "pass"
+    (tmp_path / "counts.py").write_text(f"""
+import fedjax_pcdd as fp
+from fedjax_pcdd.methods.method import Summary
+from flax import struct
+
+@struct.dataclass
+class Counts(fp.Method):
+    def summarise(self, variables, batch, context):
+        return batch.mask.sum()
+    {traits}
+""")
+    text = advice_on(tmp_path, capsys, method=f"{tmp_path}/counts.py:Counts")
+    assert ("Counts.summarise is not called: let traits give a Summary." in text) == (not asked)
+
+
 def test_dynamic_regularisation_of_strength_zero_is_reported(tmp_path, capsys):
     assert "--alpha" in advice_on(tmp_path, capsys, method="feddyn", alpha=0.0)
 

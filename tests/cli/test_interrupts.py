@@ -43,6 +43,15 @@ def test_a_signal_finishes_and_saves_the_round_and_says_how_to_continue(tmp_path
     assert not (folder / "lock").exists()
 
 
+@pytest.mark.parametrize("seconds", [0.5, 0.9, 1.3])
+def test_ctrl_c_while_the_program_is_being_loaded_ends_it_with_a_sentence(tmp_path, seconds):
+    process = start(*OPTIONS, f"--run-dir={tmp_path / 'run'}")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.startswith("stopped; "), err.count("\n")) == (130, True, 1), err
+
+
 @pytest.mark.slow
 def test_a_run_that_continues_after_a_signal_ends_with_the_same_bits(tmp_path):
     options = ["--rounds=60"]

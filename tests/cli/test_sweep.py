@@ -722,3 +722,24 @@ def test_a_continued_sweep_takes_changed_options_that_affect_no_result(tmp_path)
     (tmp_path / "fedavg" / "config.yaml").write_text(dump(before.config, before.method))
     after = sweep_with(keep="9", data_dir="/new").left["fedavg"].config
     assert (after.keep, str(after.data_dir), after.resume) == (9, "/new", tmp_path / "fedavg")
+
+
+BROKEN = """
+from flax import struct
+import fedjax_pcdd as fp
+
+@struct.dataclass
+class Broken(fp.Method):
+    def penalty(self, variables, outputs, batch, context):
+        return variables["params"]["hed"]
+"""
+
+
+def test_a_method_whose_code_fails_does_not_stop_the_other_experiments(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    argv = [f"--method={tmp_path}/broken.py:Broken,fedavg", *SMALL, f"--sweep-dir={tmp_path / 'sweep'}"]
+    assert sweep_main(argv) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert (tmp_path / "sweep" / "fedavg" / "summary.json").is_file()
+    assert sweep_main([f"--sweep-dir={tmp_path / 'sweep'}", "--status"]) == 0
+    assert "failed" in capsys.readouterr().out

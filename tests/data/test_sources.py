@@ -436,6 +436,7 @@ def test_levels_stored_as_floats_cause_a_warning(tmp_path):
     arrays = random_arrays()
     levels = arrays["x_train"].astype(np.uint8)
     levels[0, 0, 0] = 255
-    with pytest.warns(UserWarning, match="holds levels from 0 to 255 as float32"):
-        as_images(levels.astype(np.float32), "x")
+    for fraction in (0.0, -0.25):  # as a resized image has
+        with pytest.warns(UserWarning, match="holds numbers from 0 to 25.* as float32, which reach the model as they"):
+            as_images(np.maximum(levels.astype(np.float32) + fraction, 0), "x")
     assert as_images(levels, "x").dtype == np.uint8

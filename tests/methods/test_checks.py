@@ -106,9 +106,23 @@ class Halving(Method):
         return {"count": context.client["count"] + 0.5}, super().upload(variables, summary, context)[1]
 
 
+@struct.dataclass
+class Half(Method):
+    def trainable(self, params, context):
+        return jax.tree.map(lambda x: 0.5, params)
+
+
+@struct.dataclass
+class Texting(Method):
+    def upload(self, variables, summary, context):
+        return (), Message(mean=variables, total={"note": "hello"})
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
+        (Half, r"Half\.trainable must say True or False of each array of the parameters; .* is 0\.5\."),
+        (Texting, r"Texting\.upload must send numbers; .*\['note'\] is 'hello'\."),
         (Counting, r"Counting\.upload must send real numbers in the .* mean, .* \['count'\] is int32: convert it"),
         (Halving, r"Halving\.upload must return the client's next state .*; \['count'\] is float32, not int32\."),
         (Nothing, r"Nothing\.penalty must return a scalar, not NoneType"),
@@ -212,7 +226,7 @@ class Worded(Method):
             WeighingClasses(),
             "WeighingClasses.weight must return a scalar, not an array of shape [4]: sum or average it.",
         ),
-        (Advised(), "Advised.configure must return a tuple (a Method, anything), not NoneType."),
+        (Advised(), "Advised.configure must return a tuple (a Method, a list), not NoneType."),
         (Worded(), "Worded.init_client must return arrays, not str."),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,

@@ -179,6 +179,13 @@ def test_an_owner_that_was_paused_learns_that_another_one_took_over(path):
     assert json.loads(path.read_text())["host"] == "elsewhere"
 
 
+def test_an_owner_whose_lock_is_gone_is_not_told_that_another_one_goes_on(path):
+    with Lock.take(path) as lock:
+        path.unlink()
+        with pytest.raises(UserError, match="lock is gone, as if the folder had been moved or removed: continue with"):
+            lock.check()
+
+
 def test_the_owner_raises_its_beat_and_writes_to_no_file_but_its_own(path, quick):
     with Lock.take(path):
         first_beat = json.loads(path.read_text())["beat"]
