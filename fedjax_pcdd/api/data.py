@@ -4,7 +4,7 @@ Letters: n samples, K clients, C classes.
 """
 
 from collections.abc import Sequence
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,11 +28,11 @@ _LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # dat
 _DRAWN: WeakKeyDictionary[Federation, dict[str, Any]] = WeakKeyDictionary()  # federation -> options of its partition
 
 
-def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -> Dataset:
+def load_dataset(name: str | PathLike = "digits", data_dir: str | PathLike | None = None) -> Dataset:
     """Load a data set by its name, whole into memory; nothing is downloaded.
 
     Args:
-      name: "digits" is built in; else one that docs/data.md names, or your own npz file.
+      name: "digits" is built in; else one that docs/data.md names, or the path of an npz file of your own.
       data_dir: folder of npz files or of prepared TensorFlow Datasets; None for the default folder of the latter.
 
     Raises:
@@ -42,6 +42,7 @@ def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -
     >>> digits.x_train.shape, digits.num_classes
     ((1442, 8, 8, 1), 10)
     """
+    name = fspath(name) if isinstance(name, PathLike) else name
     if not isinstance(name, str):
         raise UserError(f"takes the name of a data set, as 'digits', not {shortened(name)}.", field="name")
     folder = None if data_dir is None else as_path(data_dir, "data_dir")

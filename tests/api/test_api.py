@@ -415,6 +415,7 @@ def test_a_loaded_data_set_knows_the_options_that_load_it_again(tmp_path):
     assert options_that_load(fp.load_dataset("mine", tmp_path)) == {"dataset": "mine", "data_dir": tmp_path}
     assert options_that_load(fp.from_arrays(x, y, x, y)) is None
     assert options_that_load(fp.load_dataset("digits", tmp_path)) == {"dataset": "digits"}
+    assert len(fp.load_dataset(tmp_path / "mine.npz").y_train) == len(fp.load_dataset("mine", tmp_path).y_train)
 
 
 @pytest.mark.parametrize("private", ["digits", "mine"])
