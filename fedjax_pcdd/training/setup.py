@@ -249,10 +249,8 @@ class Setup:
                 "no client has enough samples for one batch: choose a smaller `batch_size` or `last_batch=keep`."
             )
         if not self.simulation.weights[e].any():
-            raise UserError(
-                "all clients have weight 0 in the mean: lower `batch_size`, or choose other `weights` (or, of a method of "
-                "your own, its weight)."
-            )
+            advice = "lower `batch_size`, or choose other `weights` (or, of a method of your own, its weight)"
+            raise UserError(f"all clients have weight 0 in the mean: {advice}.")
 
     def _check_protocol(self, e: int) -> None:
         """Raise UserError if PA of the best epochs cannot be measured."""
