@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jax.numpy as jnp
-from jax.core import Tracer
-
 from fedjax_pcdd import methods
 from fedjax_pcdd.api.data import options_that_draw, options_that_load, partition
 from fedjax_pcdd.api.history import History
@@ -109,8 +106,6 @@ def simulate(
     >>> history.ga.shape, history.ga_per_class.shape, history.pa_per_client.shape
     ((2,), (2, 10), (2, 4))
     """
-    if isinstance(jnp.zeros(()), Tracer):
-        raise UserError("simulate cannot be called while JAX traces a function: call it outside of jax.jit.")
     if local_epochs is None and options.get("local_steps") is None:
         local_epochs = RUN["local_epochs"].default
     named_options = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size, "lr": lr, "seed": seed}

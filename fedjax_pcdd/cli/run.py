@@ -37,7 +37,7 @@ def _main(argv: Sequence[str]) -> None:
             print(text)
             return
         config, method = configure(options)
-        from fedjax_pcdd.api import runs  # noqa: F401 - JAX programs are not needed for the help and for mistakes
+        from fedjax_pcdd.api import runs  # noqa: F401 - loaded here, where Ctrl-C ends it; not needed for the help
         from fedjax_pcdd.training.lock import Taken
 
     while True:

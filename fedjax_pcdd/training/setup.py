@@ -9,7 +9,9 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from fedjax_pcdd.data import augment
 from fedjax_pcdd.data.availability import Availability
@@ -94,6 +96,8 @@ class Setup:
         """Build everything except the compiled programs; UserError for settings that cannot work."""
         self.clock, self.started, self.pace = CompileClock(), perf_counter(), Pace()
         select_device(pairs[0][0].device, pairs[0][0].devices)
+        if isinstance(jnp.zeros(()), Tracer):
+            raise UserError("a run cannot be made while JAX traces a function: call it outside of jax.jit.")
         self.pairs, self.given = self.completed(pairs), given
         self.config = self.pairs[0][0]
         if is_own(given.model or self.config.model or "mlp") or self.config.models:

@@ -119,7 +119,7 @@ MISTAKES = {
     "advice that is a text": (lambda: simulate(method=Advises()), "configure must return a tuple (a Method, a list)"),
     "a run that is traced": (
         lambda: jax.jit(lambda x: simulate().ga[0] + x)(1.0),
-        "simulate cannot be called while JAX traces a function: call it outside of jax.jit",
+        "a run cannot be made while JAX traces a function: call it outside of jax.jit",
     ),
     "a rule that is none": (lambda: simulate(method=Rules()), "Rules.server_rule must return a GradientTransformation"),
     "a gradient in place of a step": (
