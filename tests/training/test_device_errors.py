@@ -396,3 +396,17 @@ def test_as_many_devices_as_processors_do_not_deadlock(tmp_path):
         [sys.executable, "-c", "\n".join(code), *options], timeout=200, capture_output=True, text=True, check=False
     )
     assert completed.returncode == 0, completed.stderr
+
+
+def test_a_backend_that_cannot_start_is_a_sentence_of_simulate_too():
+    code = """
+import fedjax_pcdd as fp
+digits = fp.load_dataset("digits")
+try:
+    fp.simulate(fp.partition(digits, "iid", clients=2), rounds=1)
+except fp.UserError as error:
+    print(error)
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "nothing"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.startswith("JAX cannot start nothing"), result.stderr
