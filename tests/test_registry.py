@@ -91,6 +91,29 @@ norm = fp.Quantity(
     lambda seen, counts, labels, classes: {"norm": float(seen)},
 )
 """
+LION = """
+import optax
+from flax import struct
+import fedjax_pcdd as fp
+
+@struct.dataclass
+class Lion(fp.ServerOptimised):
+    "Signs of the pseudo-gradient."
+
+    def server_rule(self):
+        return optax.scale_by_sign()
+"""
+REGISTERED = {
+    "register_method": "FedStep", "register_model": "Net", "register_dataset": "random",
+    "register_partition": "by_hand", "register_augmentation": "half_black", "register_quantity": "norm",
+    "register_logger": "Log", "register_server_optimiser": "Lion",
+}  # fmt: skip
+RANDOM = """
+def random():
+    draw = np.random.default_rng(0)
+    images, labels = draw.integers(0, 256, (60, 8, 8, 1), np.uint8), np.arange(60) % 3
+    return fp.from_arrays(images, labels, images, labels)
+"""
 SMALL = ["--rounds=2", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--quiet", "--train-samples=200"]
 
 
@@ -163,6 +186,28 @@ def test_every_kind_of_part_can_be_named_by_an_import_path(folder):
     assert json.loads((run / "track.jsonl").read_text().splitlines()[-1])["parts.py:norm"]["global"]["norm"] > 0
     recorded = yaml.safe_load((run / "config.yaml").read_text())["from_outside"]
     assert {name.removeprefix("parts.py:") for name in recorded} == {"Net", "by_hand", "half_black", "norm", "Log"}
+
+
+@pytest.mark.thorough
+def test_every_kind_of_part_can_be_named_as_it_was_registered(folder, monkeypatch):
+    decorators = [name for name in dir(fp) if name.startswith("register_")]
+    for decorator in decorators:
+        names = getattr(fp, decorator).__self__
+        monkeypatch.setattr(names, "data", dict(names.data))
+    lines = [f"fp.{decorator}('own-{part.lower()}')({part})" for decorator, part in REGISTERED.items()]
+    (folder / "named.py").write_text("\n".join([METHOD, PARTS, LION, RANDOM, *lines]))
+    load_object("named.py:Net")
+    parts = ["--model=own-net", "--dataset=own-random", "--partition=own-by_hand", "--augmentation=own-half_black"]
+    given = [*SMALL, *parts, "--track=own-norm", "--loggers=own-log", "--clients=2", "--train-samples=all"]
+    assert main([*given, "--method=own-fedstep", "--run-dir=method"]) == 0
+    assert main([*given, "--method=fedavg+own-lion", "--run-dir=server"]) == 0
+    recorded = {}
+    for run in (folder / "method", folder / "server"):
+        assert (run / "own.log").read_text() == "2"
+        assert json.loads((run / "track.jsonl").read_text().splitlines()[-1])["own-norm"]["global"]["norm"] > 0
+        recorded |= yaml.safe_load((run / "config.yaml").read_text())["from_outside"]
+    assert sorted(REGISTERED) == decorators
+    assert {origin["object"] for origin in recorded.values()} == set(REGISTERED.values())
 
 
 @pytest.mark.parametrize(("old", "new", "sentence"), [
@@ -530,20 +575,6 @@ def test_a_registered_server_optimiser_wraps_a_method_that_averages(monkeypatch)
     assert methods.get("fedprox+signs") is methods.get("fedprox+signs")
     with pytest.raises(UserError, match="did you mean 'signs'"):
         methods.get("fedprox+sign")
-
-
-LION = """
-import optax
-from flax import struct
-import fedjax_pcdd as fp
-
-@struct.dataclass
-class Lion(fp.ServerOptimised):
-    "Signs of the pseudo-gradient."
-
-    def server_rule(self):
-        return optax.scale_by_sign()
-"""
 
 
 @pytest.mark.thorough
