@@ -145,6 +145,7 @@ class History:
     also: dict[str, np.ndarray] = field(default_factory=dict)
     select_on: str = "test"
     _encoded: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    _highest: dict[str, tuple[int, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         for name in CLIENTS:
@@ -201,18 +202,36 @@ class History:
         accuracy on tests chooses it.
         """
         rounds, values = self.column(name)
-        of_protocol = self.select_on != "test" and name.removeprefix("pa_") in IN_WORDS
-        selecting = "pa" if of_protocol else name
-        selecting = f"{selecting}{SELECTED[self.select_on]}" if selecting in ("ga", "pa") else name
-        scores = np.round(self.column(selecting)[1], DIGITS)
+        scores = np.round(self.column(self._selecting(name))[1], DIGITS)
         if not len(values) or len(scores) != len(values):
             return None, None
         best = scores.argmin() if name == "loss" else scores.argmax()
         return float(values[best]), int(rounds[best])
 
     def is_best(self, name: str) -> bool:
-        """Whether the last row is the first to attain the maximum."""
-        return bool(self.rows) and self.best(name)[1] == self.rows[-1]["round"]
+        """Whether the last row is the first to attain the maximum of `name`, an accuracy.
+
+        As with `to_json`, a row must not change once there is another: only what is new is looked at, since after
+        thousands of short rounds a look at all of them takes as long as training.
+        """
+        if not self.rows:
+            return False
+        seen, best = self._highest.get(name, (0, -math.inf))
+        *before, last = (self._score(row, name) for row in self.rows[seen:])
+        best = max([best, *before])
+        self._highest[name] = len(self.rows) - 1, best
+        return last > best
+
+    def _score(self, row: dict, name: str) -> float:
+        """What chooses the best round, minus infinity where it was not measured."""
+        score = row.get(self._selecting(name))
+        return -math.inf if score is None else float(np.round(score, DIGITS))
+
+    def _selecting(self, name: str) -> str:
+        """The metric that chooses the best round of `name`."""
+        of_protocol = self.select_on != "test" and name.removeprefix("pa_") in IN_WORDS
+        selecting = "pa" if of_protocol else name
+        return f"{selecting}{SELECTED[self.select_on]}" if selecting in ("ga", "pa") else name
 
     def last(self, name: str) -> float | None:
         """The last value."""

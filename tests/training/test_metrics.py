@@ -8,7 +8,7 @@ import pytest
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import metrics
-from fedjax_pcdd.training.metrics import History, new_history
+from fedjax_pcdd.training.metrics import SELECTED, History, new_history
 
 
 def add_rounds(history, rounds):
@@ -133,3 +133,18 @@ def test_a_checkpoint_of_very_many_clients_holds_only_the_measured_ones():
     restored = metrics.History(**json.loads(text))
     assert restored == history
     assert restored.best_pa_clients[[3, 7000]].tolist() == [0.25, 1.0]
+
+
+@pytest.mark.parametrize("select_on", SELECTED)
+def test_a_round_is_best_if_it_is_the_first_with_the_maximum_of_what_chooses(select_on):
+    draw = np.random.default_rng(0)
+    history = History(select_on=select_on)
+    found = []
+    for number in range(1, 200):
+        row = {f"ga{suffix}": draw.integers(0, 1 + number // 4) / 60 for suffix in SELECTED.values()}
+        history.rows.append({"round": number} | (row if draw.random() < 0.7 else {}))
+        if draw.random() < 0.8:  # not asked after every round
+            assert history.is_best("ga") == history.is_best("ga") == (history.best("ga")[1] == number)
+            found.append(history.is_best("ga"))
+    assert 5 < sum(found) < 100
+    assert not History().is_best("ga")
