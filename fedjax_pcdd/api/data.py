@@ -24,8 +24,8 @@ from fedjax_pcdd.training.build import federate
 from fedjax_pcdd.training.config import RUN, RunConfig
 from fedjax_pcdd.training.fields import convert
 
-_LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # data set -> options that load it again
-_DRAWN: WeakKeyDictionary[Federation, dict[str, Any]] = WeakKeyDictionary()  # federation -> options of its partition
+LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # data set -> options that load it again
+DRAWN: WeakKeyDictionary[Federation, dict[str, Any]] = WeakKeyDictionary()  # federation -> options of its partition
 
 
 def load_dataset(name: str | PathLike = "digits", data_dir: str | PathLike | None = None) -> Dataset:
@@ -48,13 +48,8 @@ def load_dataset(name: str | PathLike = "digits", data_dir: str | PathLike | Non
     folder = None if data_dir is None else as_path(data_dir, "data_dir")
     dataset = sources.load(name, folder)
     places = {"data_dir": folder and folder.absolute()}
-    _LOADED[dataset] = {"dataset": name} | (places if name != "digits" else {})
+    LOADED[dataset] = {"dataset": name} | (places if name != "digits" else {})
     return dataset
-
-
-def options_that_load(dataset: Dataset) -> dict[str, Any] | None:
-    """The options that reload a data set that `load_dataset` returned; None for other data sets."""
-    return _LOADED.get(dataset)
 
 
 def from_arrays(
@@ -178,15 +173,10 @@ def partition(
     any_kind: Any = kind  # an unknown one is refused, with the nearest known one
     config = RunConfig(partition=any_kind, **parsed)
     federation = federate(config, dataset)
-    _DRAWN[federation] = {"partition": kind, **parsed}
+    DRAWN[federation] = {"partition": kind, **parsed}
     for sentence in unused(config, Traits()):
         warn(sentence.replace("`partition=", "`kind="))
     return federation
-
-
-def options_that_draw(federation: Federation) -> dict[str, Any] | None:
-    """The options of `partition` that made this federation, with their seed; None for any other federation."""
-    return _DRAWN.get(federation)
 
 
 def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -> Classifier:

@@ -60,22 +60,17 @@ def values_of(name: str, text: str, method: str = "") -> list[str]:
     numeric = option is None or not {int, float}.isdisjoint(members(option.kind))
     values: list[str] = []
     for part in map(str.strip, text.split(",")):
-        numbers = _range(part) if numeric else None
-        if len(values) + (1 if numbers is None else numbers.stop - numbers.start) > MOST:
+        bounds = _RANGE.fullmatch(part) if numeric else None
+        first, end = (int(bounds[1]), int(bounds[2])) if bounds else (0, 1)
+        if len(values) + end - first > MOST:
             raise UserError(f"lists more than {MOST} values: leave some out.", field=name)
-        values += [part] if numbers is None else map(str, numbers)
+        values += map(str, range(first, end)) if bounds else [part]
     if not values or "" in values:
         raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
     distinct: dict[Any, str] = {}
     for value in values:
         distinct.setdefault(_meant(name, value, method), value)
     return list(distinct.values())
-
-
-def _range(text: str) -> range | None:
-    """The integers of FIRST:END; None for any other text."""
-    bounds = _RANGE.fullmatch(text)
-    return range(int(bounds[1]), int(bounds[2])) if bounds else None
 
 
 def _meant(name: str, text: str, method: str) -> Any:
@@ -101,13 +96,9 @@ def expand(given: Mapping[str, str], named: Iterable[str] = ()) -> list[Experime
     names = [method_of(given)] if listed is None else list(dict.fromkeys(in_any_case(name, METHODS) for name in listed))
     short = {method: short_name(method) for method in names}
     short = short if len(set(short.values())) == len(short) else {method: method for method in names}
-    owned = {method: set(options_of(methods.get(method))) for method in names}
-    owned_by_any = set().union(*owned.values())
     experiments = []
-    for method in names:
-        values = {
-            n: values_of(n, text, method) for n, text in texts.items() if n not in owned_by_any or n in owned[method]
-        }
+    for method, own_texts in _divided(texts, names).items():
+        values = {n: values_of(n, text, method) for n, text in own_texts.items()}
         if len(experiments) + math.prod(map(len, values.values())) > MOST:
             raise UserError(f"these are more than {MOST} experiments: list fewer values.")
         for point in itertools.product(*values.values()):
@@ -119,6 +110,13 @@ def expand(given: Mapping[str, str], named: Iterable[str] = ()) -> list[Experime
             experiments.append(Experiment(name, group, {"method": method, **options}))
     _check_names(experiments)
     return experiments
+
+
+def _divided(given: Mapping[str, str], names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """By method the options that go to it: all except those that only others of these methods have."""
+    owned = {method: set(options_of(methods.get(method))) for method in names}
+    owned_by_any = set().union(*owned.values())
+    return {m: {n: x for n, x in given.items() if n in owned[m] or n not in owned_by_any} for m in owned}
 
 
 def _check_names(experiments: Sequence[Experiment]) -> None:
@@ -149,8 +147,6 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
     grid = preset.grid if preset else {}
     method_names = values_of("method", given.get("method", ",".join(grid) or method_of(given)))
     method_names = list(dict.fromkeys(in_any_case(name, METHODS) for name in method_names))
-    owned = {method: set(options_of(methods.get(method))) for method in method_names}
-    owned_by_any = set().union(*owned.values())
     grid = {method: grid.get(listed_as(preset, method), {}) for method in method_names} if preset else {}
     searched = {method: [name for name in grid.get(method, {}) if name not in given] for method in method_names}
     if not any(searched.values()):
@@ -158,10 +154,7 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
         return
     if several := next((name for name in ("select_on", "select_by") if "," in given.get(name, "")), None):
         raise UserError("chooses the rounds that a search compares: give one value.", field=several)
-    fixed = {
-        m: {n: x for n, x in given.items() if n in owned[m] or n not in owned_by_any} | {"method": m}
-        for m in method_names
-    }
+    fixed = {method: own | {"method": method} for method, own in _divided(given, method_names).items()}
     for depth in range(max(map(len, searched.values()))):
         stage = []
         for method, names in searched.items():
@@ -176,10 +169,10 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
         rows = summarise(stage, results)
         shares = {row["experiment"]: row["seeds"] / (row["seeds"] + row["failed"]) for row in rows}  # a failure is 0
         score = {(name := row["experiment"]): round((row[measure] or 0.0) * shares[name], DIGITS) for row in rows}
-        best_first = sorted(stage, key=lambda e: score[e.group], reverse=True)
-        for experiment in best_first[::-1]:  # so the first of the best of each method decides
-            name = searched[experiment.given["method"]][depth : depth + 1]
-            fixed[experiment.given["method"]] |= {n: experiment.given[n] for n in name}
+        for method, names in searched.items():
+            if depth < len(names):  # of equal ones the first
+                best = max((e for e in stage if e.given["method"] == method), key=lambda e: score[e.group])
+                fixed[method][names[depth]] = best.given[names[depth]]
 
 
 def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> list[dict[str, Any]]:

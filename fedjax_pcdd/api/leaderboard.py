@@ -9,7 +9,7 @@ is no GA of the best round, since each client has its own best round by its own 
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,6 @@ KEYS = {  # of every result
     "chosen": dict | None, "floats": int | float,
 }  # fmt: skip
 OWN = ("run", "splits", "networks")  # sections that every plan must have; the others default to the packaged plan's
-SECTIONS = (*OWN, "seeds", "trials", "scores", "public")
 NETWORK = "{network}"  # in a trial: the cell's network, for a method that needs a further model
 
 
@@ -86,8 +85,8 @@ def read_plan(path: Path = PLAN) -> Plan:
         if name not in sections:
             raise UserError(f"{path} needs a section '{name}': compare it with {PLAN}.")
     for name in sections:
-        if name not in SECTIONS:
-            raise UserError(f"unknown section '{name}' in {path}: it has {', '.join(SECTIONS)}.")
+        if name not in Plan._fields:
+            raise UserError(f"unknown section '{name}' in {path}: it has {', '.join(Plan._fields)}.")
     packaged = {} if path == PLAN else read_plan()._asdict()
     plan = Plan(**{**packaged, **sections})
     _check_kinds(plan, path)
@@ -110,12 +109,10 @@ def _check_kinds(plan: Plan, path: Path) -> None:
     for name, settings in (("splits", plan.splits), ("public", plan.public)):
         if wrong := [key for key, section in settings.items() if not isinstance(section, dict)]:
             raise UserError(f"'{wrong[0]}' of '{name}' in {path} must be a mapping of options.")
-    for method, listed in plan.trials.items():
-        if not (isinstance(listed, list) and listed and all(isinstance(trial, dict) for trial in listed)):
-            raise UserError(f"the trials of '{method}' in {path} must be a list of mappings of options.")
-    for method, listed in plan.scores.items():
-        if not (isinstance(listed, list) and listed and all(isinstance(score, str) for score in listed)):
-            raise UserError(f"the scores of '{method}' in {path} must be a list of entries of a run's summary.")
+    for name, kind, what in (("trials", dict, "mappings of options"), ("scores", str, "entries of a run's summary")):
+        for method, listed in getattr(plan, name).items():
+            if not (isinstance(listed, list) and listed and all(isinstance(item, kind) for item in listed)):
+                raise UserError(f"the {name} of '{method}' in {path} must be a list of {what}.")
     mappings = [
         *plan.splits.values(),
         *plan.public.values(),
@@ -152,14 +149,9 @@ def _command(settings: Mapping[str, str]) -> str:
 
 @compiled_once()
 def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], console: Console) -> dict[str, Any]:
-    """Run a cell, or continue it where it stopped, and return its result.
+    """Run a cell, or continue it where it stopped, in a folder below `runs`, and return its result.
 
-    Args:
-      plan: which has its trials.
-      cell: what to run.
-      runs: folder of the runs.
-      more: options of every run that do not change its result, such as the folder of the data sets.
-      console: of the progress bar.
+    `more` are options of every run that do not change its result, such as the folder of the data sets.
     """
     trials, folder = plan.trials_of(cell.method, cell.network), cell.path(runs).with_suffix("")
     trial_results = _run(plan, cell, [(i, 0) for i in range(len(trials))], folder, more, console)
@@ -304,22 +296,3 @@ def check_plan(plan: Plan, result: Mapping[str, Any], path: Path) -> None:
 def write_result(result: Mapping[str, Any], path: Path) -> None:
     """Write a result whole or not at all; UserError if it cannot be written."""
     write_text(path, json.dumps(result, indent=1) + "\n", "another `results`")
-
-
-def complete(
-    plan: Plan, cells: Sequence[Cell], results: Path, runs: Path, more: Mapping[str, str],
-    *, goes_on: Callable[[], bool], done: Callable[[Cell], None], console: Console,
-) -> None:  # fmt: skip
-    """Run the cells that have no result, in their order, while `goes_on` returns True.
-
-    Args:
-      plan, more, runs, console: as in `run_cell`.
-      cells: to be completed.
-      results: folder of the results; several processes may work on one, since each claims its runs.
-      goes_on: called before each cell.
-      done: called with each cell that was run.
-    """
-    for cell in cells:
-        if not has_result(plan, cell, results) and goes_on():
-            write_result(run_cell(plan, cell, runs, more, console), cell.path(results))
-            done(cell)

@@ -109,9 +109,9 @@ def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
         raise UserError(f"{folder} was trained on objects of Python's: use fp.resume or fp.load_run with {missing}.")
 
 
-def _metrics(asked: Asked) -> list[Metrics]:
-    """The callbacks that measure the user's own metrics."""
-    return [callback for callback in asked.callbacks if isinstance(callback, Metrics)]
+def _metrics(callbacks: Sequence[Callback]) -> list[Metrics]:
+    """Those of the callbacks that measure the user's own metrics."""
+    return [callback for callback in callbacks if isinstance(callback, Metrics)]
 
 
 class MemoryRecord(Record):
@@ -121,7 +121,7 @@ class MemoryRecord(Record):
         """As for `Record`."""
         super().__init__(asked, setup, e, state, say)
         accuracies = setup.accuracies(e, per_client=True)
-        last_round = LastRound([accuracies, *_metrics(asked)])
+        last_round = LastRound([accuracies, *_metrics(asked.callbacks)])
         self.callbacks = [accuracies, *asked.callbacks, last_round, *asked.last]
 
 
@@ -148,14 +148,14 @@ def untracked(config: RunConfig, folder: RunFolder) -> list[str]:
 
 def unmeasured(callbacks: Sequence[Callback], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A sentence if metrics are asked of a finished run whose rounds do not have them."""
-    asked = [name for callback in callbacks if isinstance(callback, Metrics) for name in callback.functions]
+    asked = [name for metrics in _metrics(callbacks) for name in metrics.functions]
     missing = [name for name in asked if not any(name in row for row in rows)]
     return [f"the run is finished without '{name}': metrics are measured as it is trained." for name in missing[:1]]
 
 
 def _lost(callbacks: Sequence[Callback]) -> list[str]:
     """Metrics that a run had before it was interrupted, and that it does not have any more."""
-    return [f"the metric '{name}'" for metrics in callbacks if isinstance(metrics, Metrics) for name in metrics.lost]
+    return [f"the metric '{name}'" for metrics in _metrics(callbacks) for name in metrics.lost]
 
 
 class FolderRecord(Record):
@@ -190,7 +190,7 @@ class FolderRecord(Record):
             accuracies = setup.accuracies(e, kept=self._kept)
             checkpointed = [accuracies, *asked.callbacks]
             self.checkpoint = Checkpoint(checkpoints, checkpointed)
-            last_round = LastRound([accuracies, *_metrics(asked)])
+            last_round = LastRound([accuracies, *_metrics(asked.callbacks)])
             final_callbacks = [last_round, *self._writers(), self.checkpoint]
             self.callbacks = [*checkpointed, *final_callbacks, *asked.last]
             self.close = opened.pop_all().close

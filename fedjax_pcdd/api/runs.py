@@ -50,14 +50,9 @@ def run(
     config: RunConfig, method: Method, origin: Mapping[str, Any] | None = None, callbacks: Sequence[Callback] = (),
     last: Sequence[Callback] = (), say: Say = warn, data: tuple[str, Path] | None = None,
 ) -> Result:  # fmt: skip
-    """Run, or resume, one experiment.
+    """Run, or resume, one experiment, with arguments as in `Asked`; returns its summary, as in summary.json.
 
-    Args:
-      config, method, origin, callbacks, last, data: as in `Asked`.
-      say: called with a sentence for each setting that has no effect, or that the method advises against.
-
-    Returns:
-      The summary, as in summary.json.
+    `say` is called with a sentence for each setting that has no effect, or that the method advises against.
 
     Raises:
       UserError: a setting that cannot work, or a loss that is no longer finite.
@@ -102,15 +97,13 @@ def run_together(
                     results = zip(session.records, runs, session.results(runs), strict=True)
                     return [r if isinstance(r, Exception) else finish(record, run, r) for record, run, r in results]
             except OutOfMemory as error:
-                continued = session.with_fewer_lanes(error, say)
+                continued = session.with_fewer_lanes(error)
     del session  # and what it holds on the device
     if continued:
         return run_together(continued, say, finish)
-    groups: dict[int, list[int]] = {}
-    for e, round in enumerate(rounds):
-        groups.setdefault(round, []).append(e)
     outcomes: dict[int, Any] = {}
-    for members in groups.values():
+    for stopped_in in dict.fromkeys(rounds):
+        members = [e for e, round in enumerate(rounds) if round == stopped_in]
         outcomes |= zip(members, run_together([asked[e] for e in members], say, finish), strict=True)
     return [outcomes[e] for e in range(len(asked))]
 
@@ -165,14 +158,14 @@ class Session:
         runs: Any = loop(self.simulation, state, self.setup.config.rounds, loop_callbacks, since)
         return [runs] if isinstance(runs, Run) else [runs[e] for e in range(len(runs))]
 
-    def with_fewer_lanes(self, error: OutOfMemory, say: Say) -> list[Asked]:
+    def with_fewer_lanes(self, error: OutOfMemory) -> list[Asked]:
         """Requests that continue the experiments with half of the lanes.
 
         Raises:
           OutOfMemory: the given error, if there is only one lane, or if other processes would have to know.
         """
         notes = self.setup.notes(self.simulation)
-        notes["lanes"] = fewer_lanes(notes["lanes"], error, say)
+        notes["lanes"] = fewer_lanes(notes["lanes"], error, self.say)
         for record in self.records:
             record.resolve(notes)
         if jax.process_count() > 1:

@@ -231,10 +231,8 @@ def search(
     parsed = {name: convert(SEARCH[name], str(value)) for name, value in arguments.items()}
     console = Console(quiet=not yes_or_no(progress, "progress"))
     results: dict[str, Any] = {}
-    sweep_path, options = (
-        None if folder is None else as_path(folder, "folder").absolute(),
-        options_of_grid(space, "space"),
-    )
+    sweep_path = None if folder is None else as_path(folder, "folder").absolute()
+    options = options_of_grid(space, "space")
     bounds = {name for name, x in options.items() if isinstance(x, tuple) and name not in ALONE}
     texts = {name: ":".join(map(str, x)) if name in bounds else with_commas(x) for name, x in options.items()}
     searcher = Search(texts, results, metric=parsed["metric"], seed=parsed["search_seed"])

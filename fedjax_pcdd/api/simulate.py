@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.api.data import options_that_draw, options_that_load, partition
+from fedjax_pcdd.api.data import DRAWN, LOADED, partition
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, unmeasured
 from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded, warn
@@ -156,7 +156,7 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     assert given.federation is not None
     if config.method == type(method).__name__:
         methods.METHODS.register(config.method)(type(method))  # a class of the calling script, which may load the run
-    load_options = options_that_load(given.federation.dataset)
+    load_options = LOADED.get(given.federation.dataset)
     if load_options and config.data_dir not in (None, load_options.get("data_dir", config.data_dir)):
         load_options = None  # the public images lie elsewhere, and the options of a run know one folder
     overrides: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (
@@ -168,7 +168,7 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
         raise UserError(f"{folder} already holds a run: continue it with `resume=True`, or choose another `run_dir`.")
     if not is_there(folder / CONFIG):
         missing = [name for name in objects if name != "federation" or load_options is None]
-        origin = {"given": missing, "drawn": options_that_draw(given.federation)}
+        origin = {"given": missing, "drawn": DRAWN.get(given.federation)}
         return finished(asked._replace(config=config, origin={k: v for k, v in origin.items() if v}), label)
     continued = recorded(folder, objects)
     check_same((continued.config, continued.method), (config, method), folder)

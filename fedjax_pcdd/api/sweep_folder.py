@@ -79,7 +79,7 @@ class Sweep:
         self._say, self._told = say, set()
         self._most: dict[Hashable, int] = {}  # limit on experiments in one program, by the program's key
         self._data: dict[Hashable, tuple[str, Path]] = {}  # of finished experiments: digest of the data, and the folder
-        self._known = {name: self._failure(name) for name in self._planned}  # failures of earlier sweeps
+        self._known = {name: failure_of(self._path(name)) for name in self._planned}  # failures of earlier sweeps
         self.left = {name: request for name in self._planned if (request := self._asked(name)) is not None}
 
     def standings(self) -> list[Standing]:
@@ -89,34 +89,29 @@ class Sweep:
     def _standing(self, name: str, rounds: int) -> Standing:
         rows = RunFolder(self._path(name)).rows()
         seconds = sorted(row["seconds"] for row in rows if row.get("seconds") is not None)
-        process = owner(self._claim(name))
+        process = owner(_claim(self._path(name)))
         rounds_done = rows[-1]["round"] if rows else 0
         if isinstance(self.results.get(name), dict):
             return Standing(name, "done", rounds_done, rounds)
         seconds_left = (rounds - rounds_done) * seconds[len(seconds) // 2] if seconds else None
-        state = "running" if process else "failed" if self._failure(name) else "waiting"
+        state = "running" if process else "failed" if failure_of(self._path(name)) else "waiting"
         return Standing(name, state, rounds_done, rounds, process, seconds_left)
 
     def _asked(self, name: str) -> Asked | None:
         """What remains to be run of an experiment, from its start or its checkpoint; None if it is finished."""
         planned, folder = self._planned[name], self._path(name)
         location, recorded = {"run_dir": folder}, None
-        try:
-            if is_there(folder / CONFIG):
-                location["resume"], recorded = folder, read_run(folder)
-                check_same(recorded, (planned.config, planned.method), folder)
-            if (summary := RunFolder(folder).summary()) is not None:
-                if recorded is None:
-                    raise UserError(f"{folder} has lost its {CONFIG}, its results may be of anything: remove it.")
-                for sentence in untracked(planned.config, RunFolder(folder)):
-                    self._say_once(sentence)
-                self._check_data(name)
-                self.results[name] = summary
-                return None
-        except ValueError as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"{folder} has files that cannot be read: remove it, or choose another folder.") from error
+        if is_there(folder / CONFIG):
+            location["resume"], recorded = folder, read_run(folder)
+            check_same(recorded, (planned.config, planned.method), folder)
+        if (summary := RunFolder(folder).summary()) is not None:
+            if recorded is None:
+                raise UserError(f"{folder} has lost its {CONFIG}, its results may be of anything: remove it.")
+            for sentence in untracked(planned.config, RunFolder(folder)):
+                self._say_once(sentence)
+            self._check_data(name)
+            self.results[name] = summary
+            return None
         data = self._data.get(_data_key(planned.config))
         return planned._replace(config=replace(planned.config, quiet=True, **location), data=data)
 
@@ -130,14 +125,8 @@ class Sweep:
             if digest != known:
                 raise UserError(f"{first} and {folder} were trained on different data sets: {APART}.")
 
-    def _failure(self, name: str) -> str | None:
-        return failure_of(self._path(name))
-
     def _path(self, name: str) -> Path:
         return self.folder / self._earlier.get(name, name)
-
-    def _claim(self, name: str) -> Path:
-        return self.folder / CLAIMS / f"{self._path(name).name}.lock"
 
     def _note(self, name: str, result: Result | UserError) -> None:
         self.results[name] = result
@@ -190,10 +179,10 @@ class Sweep:
     def _claimed(self, name: str, claims: ExitStack, bar: SweepBar) -> Asked | None:
         """Claim an experiment and return what remains to be run; None if another process runs it or has ended it."""
         try:
-            claims.enter_context(Lock.take(self._claim(name), wait=0))
+            claims.enter_context(Lock.take(_claim(self._path(name)), wait=0))
         except InUse:
             return None
-        request, failure = self._asked(name), self._failure(name)
+        request, failure = self._asked(name), failure_of(self._path(name))
         if request is not None and failure in (None, self._known[name]):
             return request
         self._note(name, UserError(failure) if request is not None and failure else self.results[name])
@@ -262,7 +251,7 @@ def runs_in(folder: Path) -> dict[str, str]:
     for path in sorted(path.parent for path in folder.glob(f"*/{CONFIG}")):
         with suppress(UserError):  # damaged, or of a method that has changed
             pair, run = read_run(path), RunFolder(path)
-            if (run.read_json(RESOLVED) or {}).get("given") or (owner(path / LOCK) and not _is_claimed(path)):
+            if (run.read_json(RESOLVED) or {}).get("given") or (owner(path / LOCK) and owner(_claim(path)) is None):
                 continue
             summary, rows = run.summary(), run.rows()
             done = rows[-1]["round"] if rows else 0
@@ -274,9 +263,9 @@ def runs_in(folder: Path) -> dict[str, str]:
     return names
 
 
-def _is_claimed(path: Path) -> bool:
-    """Whether a sweep trains the run in this folder."""
-    return owner(path.parent / CLAIMS / f"{path.name}.lock") is not None
+def _claim(folder: Path) -> Path:
+    """The lock of the sweep that trains the run in a folder."""
+    return folder.parent / CLAIMS / f"{folder.name}.lock"
 
 
 def content_of(config: RunConfig, method: Method, ignored: Collection[str] = NOT_COMPUTED) -> str:

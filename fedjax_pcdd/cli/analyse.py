@@ -38,13 +38,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_pcdd.analysis.quantities import QUANTITIES
-from fedjax_pcdd.cli.analysis_text import Options, labels_of, table
+from fedjax_pcdd.cli.analysis_text import Options
 from fedjax_pcdd.cli.cost_analyses import burden, rounds, traffic
 from fedjax_pcdd.cli.messages import flag, guarded
 from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.quantity_analyses import tracked
 from fedjax_pcdd.cli.sweep_analyses import bilateral, grid
-from fedjax_pcdd.cli.task_analyses import Lines, ablation, correlation, embedding, tasks
+from fedjax_pcdd.cli.task_analyses import ablation, correlation, embedding, tasks
 from fedjax_pcdd.data.federation import heat_maps, map_of, read_counts
 from fedjax_pcdd.errors import UserError, as_path, at_once, nearest, writing
 from fedjax_pcdd.report.collect import RunRecord, collect
@@ -63,14 +63,7 @@ class Command(NamedTuple):
 
 
 def analyse_main(argv: Sequence[str] | None = None) -> int:
-    """Print a table and draw a picture.
-
-    Args:
-      argv: arguments without the program's name; None for those of the process.
-
-    Returns:
-      Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
-    """
+    """Print a table and draw a picture; exit code 0, or 2 for a mistake of the user (one sentence on stderr)."""
     return guarded(_main, argv)
 
 
@@ -96,9 +89,7 @@ def _run(name: str, arguments: Sequence[str]) -> str:
             available = ", ".join(flag(o) for o in command.options) or "none"
             raise UserError(f"{name} has no option {flag(option)}: its options are {available}.")
     _check_suffix(options.get("output"))
-    if not paths and not command.alone:
-        raise UserError("name at least one folder of runs, as runs/.")
-    records = _finished(collect(paths)) if paths else []
+    records = [] if command.alone and not paths else _finished(collect(paths))
     if "output" not in options:
         return command.work(records, options)
     with _picture(options["output"]) as temporary:
@@ -135,23 +126,6 @@ def _finished(records: list[RunRecord]) -> list[RunRecord]:
     return finished
 
 
-def _of_task(analysis: Callable[..., Lines]) -> Command:
-    """The command of an analysis of tasks: its table, and its picture if `output` is given."""
-
-    def work(records: list[RunRecord], options: Options) -> str:
-        return table(*analysis(records, labels_of(records), options.get("output")))
-
-    return Command(work, ("output",))
-
-
-def _correlation(records: list[RunRecord], options: Options) -> str:
-    if "output" in options and len(records) > 1:
-        raise UserError("one picture is of one run: name one, or leave `output` out.")
-    return table(
-        *correlation(records, labels_of(records), options.get("output"), options.get("clip_colours") == "true")
-    )
-
-
 def _partition(options: Options) -> str:
     from fedjax_pcdd.api.grid import expand
     from fedjax_pcdd.training.build import federate
@@ -175,18 +149,18 @@ def _partition(options: Options) -> str:
     return f"{'; '.join(words)}: written to {output}"
 
 
-COMMANDS = (
-    {
+COMMANDS = {
+    **{
         name: Command(tracked(name), ("output", *["by_split"] * (name in ("classes", "angles", "features"))))
         for name in QUANTITIES
-    }
-    | {
-        "traffic": Command(traffic, ("preset",), alone=True),
-        "rounds": Command(rounds, ("target",)),
-        "burden": Command(burden, ("output",)),
-        "bilateral": Command(bilateral, ("output",)),
-        "grid": Command(grid),
-        "correlation": Command(_correlation, ("output", "clip_colours")),
-    }
-    | {analysis.__name__: _of_task(analysis) for analysis in (tasks, ablation, embedding)}
-)
+    },
+    "traffic": Command(traffic, ("preset",), alone=True),
+    "rounds": Command(rounds, ("target",)),
+    "burden": Command(burden, ("output",)),
+    "bilateral": Command(bilateral, ("output",)),
+    "grid": Command(grid),
+    "correlation": Command(correlation, ("output", "clip_colours")),
+    "tasks": Command(tasks, ("output",)),
+    "ablation": Command(ablation, ("output",)),
+    "embedding": Command(embedding, ("output",)),
+}

@@ -1,6 +1,7 @@
 """What the analyses print: names of runs, the papers' numbers beside them, numbers and tables as text."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd.registry import short_name
@@ -12,10 +13,10 @@ from fedjax_pcdd.report.tables import markdown, texts
 Options = dict[str, str]
 
 
-def labels_of(records: Sequence[RunRecord]) -> list[str]:
-    """Names of the folders, or their whole paths if two have the same name."""
-    names = [record.path.name for record in records]
-    return names if len(set(names)) == len(names) else [str(record.path) for record in records]
+def labels_of(records: Sequence[RunRecord]) -> dict[Path, str]:
+    """By their paths the names of the folders, or the whole paths if two have the same name."""
+    names = {record.path: record.path.name for record in records}
+    return names if len({*names.values()}) == len(names) else {path: str(path) for path in names}
 
 
 def partition_of(record: RunRecord) -> str:

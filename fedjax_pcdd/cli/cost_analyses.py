@@ -29,12 +29,12 @@ def traffic(records: list[RunRecord], given: Options) -> str:
         return _table3()
     if "preset" in given:
         raise UserError("is for what the papers print: leave it out beside runs.", field="preset")
-    lines, pairs = [], readable(records, _counted)
-    records = [record for record, _ in pairs]
-    for label, record, (_, costs) in zip(labels_of(records), records, pairs, strict=True):
+    lines, labels = [], labels_of(records)
+    for record, costs in readable(records, _counted):
         megabytes = 4e-6 * (costs.floats.up + costs.floats.down) * costs.cohort
         in_all = "at most " * costs.last_only + f"{megabytes * record.rounds_done:.1f}"
-        lines.append([label, costs.words["down"], costs.words["up"], f"{megabytes:.2f}", in_all])
+        words = (costs.words["down"], costs.words["up"])
+        lines.append([labels[record.path], *words, f"{megabytes:.2f}", in_all])
     return table(["run", "sent down", "sent up", "MB a round", "MB in all"], lines)
 
 
@@ -104,57 +104,53 @@ def rounds(records: list[RunRecord], given: Options) -> str:
     references = [record for record in records if record.method == REFERENCE]
     if not references:
         raise UserError("the target is FedAvg's accuracy: name the folder of a run of fedavg too.")
-    lines = []
-    for label, record in zip(labels_of(records), records, strict=True):
+    lines, labels = [], labels_of(records)
+    for record in records:
         result = reached(record, references, rule)
         numbers = ["-", "-"] if result is None else ["never" if x is None else number(x) for x in result]
         paper = [number(printed(record, metric)) for metric in ("rounds_to_target", "speedup")]
-        lines.append([label, *numbers, *paper])
+        lines.append([labels[record.path], *numbers, *paper])
     text = table(["run", "rounds", "speed-up", "paper: rounds", "speed-up"], lines)
     return f"{text}\n{rule.sentence}"
 
 
 def burden(records: list[RunRecord], given: Options) -> str:
     """Memory and time of a client (FedMR, Figure 4; FedRL, Table 3)."""
-    lines, ratios, pairs = [], {}, readable(records, _counted)
-    members: dict[str, list[RunRecord]] = {}
+    lines, labels, pairs = [], labels_of(records), readable(records, _counted)
+    points: dict[str, list[tuple[RunRecord, int, float | None]]] = {}
     records = [record for record, _ in pairs]
-    for label, record, (_, costs) in zip(labels_of(records), records, pairs, strict=True):
+    for record, costs in pairs:
         summary = record.result
         reference = _reference(record, records)
         seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
         reference_result = (reference and reference.summary) or {}
         reference_seconds = reference_result.get("seconds_local") or reference_result.get("seconds_per_round")
-        ratio = seconds / reference_seconds if seconds and reference_seconds else None
+        ratio = _ratio(seconds, reference_seconds)
         memory = summary.get("device_peak_memory_mb") or summary.get("peak_memory_mb")
         cells = [f"{4e-6 * costs.floats.held:.2f}", costs.words["client"], *map(number, (seconds, ratio))]
         paper = [printed(record, "seconds_per_round", method) for method in (record.method, REFERENCE)]
-        lines.append([label, costs.words["held"], *cells, _ratio(*paper), number(memory)])
+        lines.append([labels[record.path], costs.words["held"], *cells, number(_ratio(*paper)), number(memory)])
         name = f"{record.method} {record.resolved.get('variant') or ''}".rstrip()
-        ratios.setdefault(name, []).append((record.partition, costs.floats.held, ratio, summary["ga_best"]))
-        members.setdefault(name, []).append(record)
+        points.setdefault(name, []).append((record, costs.floats.held, ratio))
     if "output" in given:
-        _check_settings(members)
-        draw_burdens(_burdens(ratios), given["output"])
+        draw_burdens(_burdens(points), given["output"])
     heads = ["run", "held in training", "MB", "kept between rounds", "s a round", "times FedAvg", "paper", "peak MB"]
     return table(heads, lines)
 
 
-def _check_settings(members: dict[str, list[RunRecord]]) -> None:
-    """UserError if runs that would be one point of a picture differ in more than data, partition and seed."""
-    for name, runs in members.items():
-        if differences := [n for n in differing([run.config for run in runs]) if n not in ("dataset", *PARTITION)]:
-            raise UserError(f"a picture has one point for {name}, and its runs differ in {', '.join(differences)}.")
-
-
-def _burdens(runs: dict[str, list[tuple]]) -> list[Burden]:
+def _burdens(points: dict[str, list[tuple[RunRecord, int, float | None]]]) -> list[Burden]:
     """Means of each method over the partitions that all methods have; of the ratio of times, the geometric mean."""
-    common = set.intersection(*({entry[0] for entry in entries} for entries in runs.values()))
-    if not common or any(ratio is None for entries in runs.values() for _, _, ratio, _ in entries):
+    for name, entries in points.items():
+        configs = [run.config for run, _, _ in entries]
+        if differences := [n for n in differing(configs) if n not in ("dataset", *PARTITION)]:
+            raise UserError(f"a picture has one point for {name}, and its runs differ in {', '.join(differences)}.")
+    common = set.intersection(*({run.partition for run, _, _ in entries} for entries in points.values()))
+    if not common or any(ratio is None for entries in points.values() for _, _, ratio in entries):
         raise UserError("a picture needs one partition that all methods have, FedAvg among them.")
     burdens = []
-    for name, entries in runs.items():
-        held, ratios, ga = zip(*(entry[1:] for entry in entries if entry[0] in common), strict=True)
+    for name, entries in points.items():
+        runs, held, ratios = zip(*(entry for entry in entries if entry[0].partition in common), strict=True)
+        ga = [run.result["ga_best"] for run in runs]
         if None in ga:
             raise UserError(f"a picture needs GA of all runs, and one of {name} has none: leave it out.")
         burdens.append(Burden(name, float(np.mean(held)), float(np.exp(np.mean(np.log(ratios)))), float(np.mean(ga))))
@@ -172,5 +168,5 @@ def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
     return next((run for run in records if run.method == REFERENCE and compared(run) == compared(record)), None)
 
 
-def _ratio(value: float | None, reference: float | None) -> str:
-    return number(value / reference if value and reference else None)
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return value / reference if value and reference else None

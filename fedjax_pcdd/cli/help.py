@@ -130,12 +130,9 @@ def help_text(method: str) -> str:
 def _description(method: str, has_own: bool) -> str:
     other_methods = ", ".join(name for name in METHODS if name != method)
     default = " (the default)" if method == RUN["method"].default else ""
-    subject = f"The method is {method}{default}"
-    method_sentence = (
-        f"{subject}, whose options are in the last group" if has_own else f"{subject}, which has no options of its own"
-    )
+    own = "whose options are in the last group" if has_own else "which has no options of its own"
     return (
         "Federated learning under partially class-disjoint data: trains one method on one partition. "
-        f"{method_sentence}; --method=NAME --help shows those of another: {other_methods}. "
+        f"The method is {method}{default}, {own}; --method=NAME --help shows those of another: {other_methods}. "
         f"NAME+SUFFIX is a method with something added, as moon+prototypes: {', '.join(methods.known_suffixes())}."
     )

@@ -20,7 +20,7 @@ from fedjax_pcdd.cli.sweep import processes
 from fedjax_pcdd.errors import UserError, is_there, nearest, writing
 from fedjax_pcdd.report import standings
 from fedjax_pcdd.report.statistics import holm
-from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, markdown, terminal
 from fedjax_pcdd.screen import Screen
 from fedjax_pcdd.training.fields import read_text, run_option, write_text
 from fedjax_pcdd.training.options import in_any_case
@@ -88,7 +88,7 @@ def _act(options: Options, argv: Sequence[str]) -> None:
                     part for network in networks for part in _ranking(options.page, network, *standings.over_splits(
                         results, [cell for cell in cells if cell.network == network]))
                 ]  # fmt: skip
-            _write(options.page, [*rankings, *map(_text, tables)])
+            _write(options.page, [*rankings, *map(markdown, tables)])
         else:
             for table in tables:
                 console.print(terminal(standings.brief(table)))
@@ -111,10 +111,11 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
         with writing(options.runs_dir, "another `runs_dir`"):
             options.runs_dir.mkdir(parents=True, exist_ok=True)
         processes([sys.executable, "-m", "fedjax_pcdd", "leaderboard", *words], options.runs_dir, options.workers)
-    leaderboard.complete(
-        plan, cells, options.results, options.runs_dir, common_options, goes_on=lambda: time.monotonic() < end,
-        done=lambda cell: console.print(Text(f"{cell.network}, {cell.split}: {cell.method}")), console=console,
-    )  # fmt: skip
+    for cell in cells:  # several processes may work on them, since each claims its runs
+        if not leaderboard.has_result(plan, cell, options.results) and time.monotonic() < end:
+            result = leaderboard.run_cell(plan, cell, options.runs_dir, common_options, console)
+            leaderboard.write_result(result, cell.path(options.results))
+            console.print(Text(f"{cell.network}, {cell.split}: {cell.method}"))
 
 
 def _chosen(option: str, text: str | None, available: Sequence[str]) -> list[str]:
@@ -147,10 +148,9 @@ def _ranking(
     else:
         remarks += " Of one split only seeds are drawn again, so that the choice of the split is not covered."
     remarks += f" {left_out}" * bool(lacking)
-    table = _ranks_table(names, ranked, baseline)
-    table = replace(table, title=f"Ranks, {network}", remarks=remarks)
+    table = replace(_ranks_table(names, ranked, baseline), title=f"Ranks, {network}", remarks=remarks)
     image = f"![Mean ranks of {len(names)} methods with their intervals, {network}](images/{picture.name})\n"
-    return [_text(table), image]
+    return [markdown(table), image]
 
 
 def _ranks_table(names: list[str], ranked: Ranks, baseline: int | None) -> Table:
@@ -166,10 +166,6 @@ def _ranks_table(names: list[str], ranked: Ranks, baseline: int | None) -> Table
         rows.append(Row(names[i], (Cell(float(ranked.mean[i])), *(Cell(text=span) for span in spans))))
     headings = ("interval", *((f"less {BASELINE}'s", "p", "p, Holm") if over is not None else ()))
     return Table("", (Column("mean rank", digits=1), *map(Column, headings)), tuple(rows))
-
-
-def _text(table: Table) -> str:
-    return markdown(table, escape=escaped)
 
 
 def _write(path: Path, parts: Sequence[str]) -> None:

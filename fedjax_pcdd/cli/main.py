@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fedjax_pcdd import __version__
 from fedjax_pcdd.cli.messages import guarded
+from fedjax_pcdd.errors import nearest
 
 # Command -> its module, its function, and what it does.
 COMMANDS = {
@@ -33,7 +34,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     usage = "\n".join(["usage: fedjax-pcdd COMMAND [--NAME=VALUE ...]", "", *lines, "", "COMMAND --help says more."])
     if word in ("--help", "-h"):
         return guarded(lambda _: print(usage), arguments)
-    from fedjax_pcdd.errors import nearest
-
     print(f"there is no command '{word}': {nearest(word, COMMANDS)}", file=sys.stderr)
     return 2

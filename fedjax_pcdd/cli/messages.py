@@ -134,11 +134,11 @@ def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         _print_no_more()
         return 141
     except OSError as error:  # about a file that nothing has checked before
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            subject = "a file" if _can_print() else "what is printed"
-            print(f"{subject} cannot be written ({error.strerror}): put that right.", file=sys.stderr)
-            return 2
-        if error.filename is None:
+        if error.filename is not None:
+            problem = f"{os.fsdecode(error.filename)} cannot be used"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            problem = f"{'a file' if _can_print() else 'what is printed'} cannot be written"
+        else:
             raise
-        print(f"{os.fsdecode(error.filename)} cannot be used ({error.strerror}): put that right.", file=sys.stderr)
+        print(f"{problem} ({error.strerror}): put that right.", file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.natural import write_federation
 from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.data.sources import DATASETS, TFDS_NAMES, load, root_of
-from fedjax_pcdd.errors import UserError, expanded, in_one_line, nearest
+from fedjax_pcdd.errors import UserError, in_one_line, nearest
 from fedjax_pcdd.training.fields import run_option
 
 
@@ -49,7 +49,7 @@ def _prepare(options: PrepareOptions) -> None:
         raise UserError("`federation` is written of one data set: name one.")
     for name in options.runs:
         if options.federation is None:
-            print(f"Prepared in {prepare(str(name), expanded(options.data_dir))}")
+            print(f"Prepared in {prepare(str(name), options.data_dir)}")
         else:
             print(f"Written to {_by_client(str(name), options)}")
 

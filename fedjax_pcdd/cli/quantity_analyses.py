@@ -8,7 +8,6 @@ from fedjax_pcdd.cli.analysis_text import Options, labels_of, number, partition_
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, readable
 from fedjax_pcdd.report.expected import EIGENVALUES
-from fedjax_pcdd.training.folder import TRACK, RunFolder
 
 _BOTH = [(f"{key}, {model}", model, key) for key in ("existing", "missing") for model in ("global", "local")]
 # Columns of the quantities' tables: heading, `global` or `local`, key.
@@ -31,12 +30,11 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
     def work(records: list[RunRecord], given: Options) -> str:
         if given.get("by_split") == "true" and "output" not in given:
             raise UserError("draws a column for each partition: name the picture with `output`.", field="by_split")
-        pairs = readable(records, lambda record: _rows_of(record, name))
-        records = [record for record, _ in pairs]
-        rows = {label: run_rows for label, (_, run_rows) in zip(labels_of(records), pairs, strict=True)}
+        labels, runs = labels_of(records), readable(records, lambda record: _rows_of(record, name))
+        rows = {labels[record.path]: run_rows for record, run_rows in runs}
         if given.get("by_split") == "true":
             groups: dict[str, dict[str, Any]] = {}
-            for track_rows, record in zip(rows.values(), records, strict=True):
+            for record, track_rows in runs:
                 group = groups.setdefault(partition_of(record), {})
                 group[str(record.path) if record.path.name in group else record.path.name] = track_rows
             draw_columns(name, groups, given["output"])
@@ -49,7 +47,7 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
             lines.append([label, str(last["round"]), *cells])
         if name in PRINTED:
             heads.append("paper")
-            for line, record in zip(lines, records, strict=True):
+            for line, (record, _) in zip(lines, runs, strict=True):
                 line.append(number(printed(record, PRINTED[name])))
         return table(heads, lines)
 
@@ -58,8 +56,7 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
 
 def _rows_of(record: RunRecord, name: str) -> list[dict[str, Any]]:
     """Lines of track.jsonl that have a quantity; if there are none, one line from the run's last checkpoint."""
-    rows = [row for row in RunFolder(record.path).rows(TRACK) if name in row]
-    return rows or [_last(record, name)]
+    return [row for row in record.tracked if name in row] or [_last(record, name)]
 
 
 def _last(record: RunRecord, name: str) -> dict[str, Any]:

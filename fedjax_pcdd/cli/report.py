@@ -59,25 +59,17 @@ class CompareOptions:
 
 
 def report_main(argv: Sequence[str] | None = None, papers: Path = PAPERS) -> int:
-    """Write a report.
-
-    Args:
-      argv: arguments without the program's name; None for those of the process.
-      papers: folder with `presets` and `expected`.
-
-    Returns:
-      Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
-    """
+    """Write a report; `papers` holds `presets` and `expected`. Exit code 0, or 2 for a mistake of the user."""
     return command(ReportOptions, lambda options: _report(options, papers), argv, invocation("report"))
 
 
 def compare_main(argv: Sequence[str] | None = None) -> int:
-    """Print a comparison; arguments and exit code as for `report_main`."""
+    """Print a comparison; exit code as for `report_main`."""
     return command(CompareOptions, _compare, argv, invocation("compare"))
 
 
 def _compare(options: CompareOptions) -> None:
-    runs = _runs(options.runs)
+    runs = collect(options.runs)
     first = next(path for path in options.runs if path.is_dir())
     if not runs[0].path.is_relative_to(first):
         raise UserError(f"{first} cannot be read, with which the others are compared: name another run first.")
@@ -86,15 +78,9 @@ def _compare(options: CompareOptions) -> None:
     print("\n".join([*map(markdown, tables), *notes]))
 
 
-def _runs(folders: Sequence[Path]) -> list[RunRecord]:
-    if not folders:
-        raise UserError("name at least one folder of runs, as runs/.")
-    return collect(folders)
-
-
 def _report(options: ReportOptions, papers_folder: Path) -> None:
     """Write every file of a report and say where they are."""
-    runs, cells = _runs(options.runs), Cells(papers_folder / "presets")
+    runs, cells = collect(options.runs), Cells(papers_folder / "presets")
     preset = options.preset and options.preset.removesuffix(".yaml")
     if preset:
         cells.preset(preset)

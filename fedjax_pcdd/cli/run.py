@@ -15,14 +15,7 @@ GRACE = 30.0  # seconds that a run has after SIGTERM or SIGINT to end its round 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the experiment that the arguments describe.
-
-    Args:
-      argv: arguments without the program's name; None for those of the process.
-
-    Returns:
-      Exit code, as docs/reliability.md lists them.
-    """
+    """Run the experiment that the arguments describe; exit codes are those that docs/reliability.md lists."""
     return guarded(_main, argv)
 
 
@@ -43,19 +36,11 @@ def _main(argv: Sequence[str]) -> None:
     while True:
         named = config if config.resume else replace(config, run_dir=run_folder(config))
         try:
-            _run(named, method, origin(options, argv))
+            _train(named, method, origin(options, argv))
             return
         except Taken:  # by a command that began at the same time
             if named == config or config.coordinator is not None:
                 raise
-
-
-def _run(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
-    try:
-        _train(config, method, origin)
-    except KeyboardInterrupt as stop:
-        stop.args = (f"{f'{stop}: ' if str(stop) else ''}{_how_to_continue(config)}",)
-        raise
 
 
 def _how_to_continue(config: RunConfig) -> str:
@@ -79,12 +64,16 @@ def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
     def killed() -> str:
         return sentence(f"stopped in the midst of a round: {_how_to_continue(config)}")
 
-    with interrupts.watch(GRACE, killed), hosts.together(config, method, sentence) as host_config:
-        if host_config.quiet:
-            runs.run(host_config, method, origin, say=lambda _: None)
-            return
-        summary = runs.run(host_config, method, origin, last=[progress.RunBar()], say=_warn)
-        progress.show(summary, host_config.run_dir or Path())
+    try:
+        with interrupts.watch(GRACE, killed), hosts.together(config, method, sentence) as host_config:
+            if host_config.quiet:
+                runs.run(host_config, method, origin, say=lambda _: None)
+                return
+            summary = runs.run(host_config, method, origin, last=[progress.RunBar()], say=_warn)
+            progress.show(summary, host_config.run_dir or Path())
+    except KeyboardInterrupt as stop:
+        stop.args = (f"{f'{stop}: ' if str(stop) else ''}{_how_to_continue(config)}",)
+        raise
 
 
 def _warn(text: str) -> None:

@@ -87,11 +87,7 @@ def as_table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str] = ()) -> Ri
 
 
 def sweep_main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep that the arguments describe.
-
-    Returns:
-      Exit code: 0; 1 if an experiment failed; 2 for a mistake of the user, before anything runs; 130 if interrupted.
-    """
+    """Run the sweep that the arguments describe; exit code 1 if an experiment failed, else as of `guarded`."""
     return guarded(_main, argv)
 
 
@@ -104,6 +100,7 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     settings, results = own_options(options, OPTIONS), {}
     quiet = is_quiet(options)
+    most = None if settings["together"] == "auto" else settings["together"]  # None: as many as fit
     if slurm and settings["launcher"] == "processes":
         raise UserError(f"{slurm[0]} is for jobs of Slurm: add --launcher=slurm, or leave it out.")
     words = [f"{flag(name)}={text}" for name, text in options.items()]
@@ -117,14 +114,12 @@ def _main(argv: Sequence[str]) -> int:
             from fedjax_pcdd.api.programs import MOST
             from fedjax_pcdd.training.folder import CLAIMS
 
-            share = _most(settings) or min(MOST, math.ceil(len(stage_sweep.left) / settings["workers"]))
+            share = most or min(MOST, math.ceil(len(stage_sweep.left) / settings["workers"]))
             command = [sys.executable, "-m", "fedjax_pcdd", "sweep", *words, f"--sweep-dir={folder}"]
             launch([*command, f"--together={share}"], folder / CLAIMS, settings, slurm)
         return not settings["status"]
 
-    folder, experiments = train(
-        stages(options, results), results, settings["sweep_dir"], _most(settings), before, quiet=quiet
-    )
+    folder, experiments = train(stages(options, results), results, settings["sweep_dir"], most, before, quiet=quiet)
     if settings["status"]:
         return 0
     return conclude(folder, summarise(experiments, results), quiet=quiet)
@@ -169,11 +164,6 @@ def own_options(given: dict[str, str], known: Mapping[str, Option]) -> dict[str,
     if "coordinator" in given:
         raise UserError("`coordinator` is for one run: a sweep is one process, which can use several `devices`.")
     return {name: convert(option, given.pop(name, str(option.default))) for name, option in known.items()}
-
-
-def _most(settings: Mapping[str, Any]) -> int | None:
-    """Most experiments that are trained together; None for as many as fit."""
-    return None if settings["together"] == "auto" else settings["together"]
 
 
 def train(
@@ -231,7 +221,7 @@ def status(standings: Sequence["Standing"]) -> Table:
     """A table of what each experiment has done, what it has left, and which process runs it."""
     lines = []
     for run in standings:
-        to_go = "" if run.seconds is None or run.state == "done" else str(timedelta(seconds=math.ceil(run.seconds)))
+        to_go = "" if run.seconds is None else str(timedelta(seconds=math.ceil(run.seconds)))
         lines.append([run.name, run.state, f"{run.round} of {run.rounds}", to_go, run.by or ""])
     counts = Counter(run.state for run in standings)
     title = ", ".join(f"{counts[state]} {state}" for state in ("done", "running", "waiting", "failed"))

@@ -43,7 +43,7 @@ def bilateral(records: list[RunRecord], given: Options) -> str:
     cells = [(labels[key], f"{ew:g}", *ga_and_pa) for key, curve in curves.items() for ew, ga_and_pa in curve.items()]
     cells += [(name, fedavg_pa, *(replace(cell, std=None) for cell in ga_and_pa)) for name, ga_and_pa in means.items()]
     lines = [[label, at, shown(ga_cell), shown(pa_cell), str(ga_cell.n)] for label, at, ga_cell, pa_cell in cells]
-    by = _chosen_on(records)
+    by = " or ".join(dict.fromkeys(selection(record.result) for record in records))
     return table(["", "E_W", f"GA best on {by} (%)", f"{pa} best on {by} (%)", "seeds"], lines)
 
 
@@ -85,11 +85,6 @@ def _by_ew(
         parts += ["linear"] * (record.resolved["hyperparameters"].get("scale") == "linear")
         groups.setdefault((setting, ", ".join(parts)), {}).setdefault(ew, []).append(record)
     return groups, fedavg
-
-
-def _chosen_on(records: list[RunRecord]) -> str:
-    """What the best rounds of the runs were chosen on."""
-    return " or ".join(dict.fromkeys(selection(record.result) for record in records))
 
 
 def grid(records: list[RunRecord], given: Options) -> str:

@@ -5,15 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd.analysis.domain_figures import (
-    balanced,
-    draw_bars,
-    draw_embeddings,
-    draw_tasks,
-    fluctuation,
-    separation,
-)
+from fedjax_pcdd.analysis import domain_figures
 from fedjax_pcdd.analysis.pictures import diagonals, draw_matrices
+from fedjax_pcdd.cli.analysis_text import Options, labels_of, table
 from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError, is_there
@@ -22,33 +16,27 @@ from fedjax_pcdd.report.grouping import differing, of_common_seeds
 from fedjax_pcdd.report.tables import NOTHING
 from fedjax_pcdd.training.folder import RunFolder
 
-Lines = tuple[list[str], list[list[str]]]  # headings and cells of a table
 EACH = 50  # samples of a class in an embedding
 
 
-def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
+def tasks(records: list[RunRecord], given: Options) -> str:
     """Intra-domain accuracy and local objective over the rounds (Figure 6), and how much the former fluctuates."""
-    label_of = dict(zip((record.path for record in records), labels, strict=True))
+    labels = labels_of(records)
     of_tasks = readable(records, _recipe)
     records = [record for record, _ in of_tasks]
     top, *other_tops = dict.fromkeys(recipe.top for _, recipe in of_tasks)
     if other_tops:
         raise UserError(f"some of these runs count top-{top}, others top-{other_tops[0]}: name runs of one task.")
-    rows = {label_of[record.path]: run_rows for record, run_rows in readable(records, _with_start)}
-    if output:
-        draw_tasks(rows, top, output)
+    rows = {labels[record.path]: run_rows for record, run_rows in readable(records, _with_start)}
+    if "output" in given:
+        domain_figures.draw_tasks(rows, top, given["output"])
     lines = []
     for label, run_rows in rows.items():
         intra = np.array([row[f"intra_top{top}"] for row in run_rows if row.get(f"intra_top{top}") is not None])
-        numbers = (100 * intra[0], 100 * intra[-1], 100 * fluctuation(intra))
+        numbers = (100 * intra[0], 100 * intra[-1], 100 * domain_figures.fluctuation(intra))
         lines.append([label, *(f"{x:.2f}" for x in numbers), f"{run_rows[-1]['local_objective']:.4f}"])
-    return [
-        "run",
-        f"own domain, top-{top}, first (%)",
-        "last",
-        "mean change, last 20 evaluations",
-        "local objective, last",
-    ], lines
+    heads = ["run", f"own domain, top-{top}, first (%)", "last", "mean change, last 20 evaluations"]
+    return table([*heads, "local objective, last"], lines)
 
 
 def _with_start(record: RunRecord) -> list[dict[str, Any]]:
@@ -59,7 +47,7 @@ def _with_start(record: RunRecord) -> list[dict[str, Any]]:
     return [start, *record.rows] if start else record.rows
 
 
-def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
+def ablation(records: list[RunRecord], given: Options) -> str:
     """Accuracies of the last round by public data set, and with and without CON (Figures 7 and 8), of common seeds.
 
     Methods other than FCCL have no such term, and a dash in its column.
@@ -79,8 +67,8 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
     if not compared:
         raise UserError("these settings have no seed in common: run all of them with the same seeds.")
     means = {key: _over_seeds(setting_records) for key, setting_records in compared.items()}
-    if output:
-        draw_bars(*_bars(means, domains), output)
+    if "output" in given:
+        domain_figures.draw_bars(*_bars(means, domains), given["output"])
     lines = []
     for (public, continual), accuracies in means.items():
         numbers = [
@@ -88,7 +76,7 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
         ]
         lines.append([public, {True: "with", False: "without", None: NOTHING}[continual], *numbers])
     heads = [f"{name} {domain} (%)" for name in ("inter", "intra") for domain in (*domains, "mean")]
-    return ["public images", "CON", *heads], lines
+    return table(["public images", "CON", *heads], lines)
 
 
 def _check_alike(records: list[RunRecord]) -> None:
@@ -119,17 +107,18 @@ def _bars(means: dict[tuple[str, bool | None], Any], domains: Sequence[str]) -> 
     }, publics
 
 
-def correlation(records: list[RunRecord], labels: Sequence[str], output: str | None, clip: bool = False) -> Lines:
+def correlation(records: list[RunRecord], given: Options) -> str:
     """How the participants' logits correlate with their mean, on public and on own images (Figure 5)."""
-    label_of = dict(zip((record.path for record in records), labels, strict=True))
-    lines = []
+    if "output" in given and len(records) > 1:
+        raise UserError("one picture is of one run: name one, or leave `output` out.")
+    lines, labels, clip = [], labels_of(records), given.get("clip_colours") == "true"
     for record, (matrices, private, names) in readable(records, _correlations):
-        if output:
-            draw_matrices(matrices, names.tolist(), output, private=private, clip=clip)
+        if "output" in given:
+            draw_matrices(matrices, names.tolist(), given["output"], private=private, clip=clip)
         means = (*diagonals(matrices), *diagonals(private))
-        lines.append([label_of[record.path], *(f"{x:.3f}" for x in means)])
+        lines.append([labels[record.path], *(f"{x:.3f}" for x in means)])
     heads = [f"{images}, {part}" for images in ("public", "own") for part in ("same class", "other classes")]
-    return ["run", *heads], lines
+    return table(["run", *heads], lines)
 
 
 def _correlations(record: RunRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -144,19 +133,18 @@ def _correlations(record: RunRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return arrays["matrices"], arrays["private"], arrays["participants"]
 
 
-def embedding(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
+def embedding(records: list[RunRecord], given: Options) -> str:
     """How well the features of the first two participants separate the classes of own and other domain (Figure 4)."""
     panels: dict[str, list] = {"own domain": [], "other domain": []}
-    label_of = dict(zip((record.path for record in records), labels, strict=True))
-    lines = []
+    lines, labels = [], labels_of(records)
     for record, samples in readable(records, _embedded):
-        label = label_of[record.path]
+        label = labels[record.path]
         for row, participant, domain, sample in samples:
             panels[row].append((f"{label}: {participant} on {domain}", sample))
-            lines.append([label, participant, domain, *(f"{x:.3f}" for x in separation(*sample))])
-    if output:
-        draw_embeddings(panels, output)
-    return ["run", "participant", "images", "between over within classes", "silhouette"], lines
+            lines.append([label, participant, domain, *(f"{x:.3f}" for x in domain_figures.separation(*sample))])
+    if "output" in given:
+        domain_figures.draw_embeddings(panels, given["output"])
+    return table(["run", "participant", "images", "between over within classes", "silhouette"], lines)
 
 
 def _embedded(record: RunRecord) -> list[tuple[str, str, str, tuple[np.ndarray, np.ndarray]]]:
@@ -168,7 +156,7 @@ def _embedded(record: RunRecord) -> list[tuple[str, str, str, tuple[np.ndarray, 
     samples = []
     for client in (0, 1):
         for row, domain in (("own domain", client), ("other domain", 1 - client)):
-            indices = tests[domain][balanced(dataset.y_test[tests[domain]], EACH)]
+            indices = tests[domain][domain_figures.balanced(dataset.y_test[tests[domain]], EACH)]
             features = np.asarray(history.outputs(dataset.x_test[indices], client=client).features)
             samples.append((row, names[client], names[domain], (features, dataset.y_test[indices])))
     return samples

@@ -161,6 +161,8 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
     """
     folders: dict[Path, Path] = {}
     given_paths = [Path(path) for path in paths]
+    if not given_paths:
+        raise UserError("name at least one folder of runs, as runs/.")
     for path in [path for path in given_paths if not is_there(path)] or given_paths:
         if is_there(path):
             raise UserError(f"{path} is a file: name the folder of a run, or one that holds runs.")

@@ -11,18 +11,7 @@ import numpy as np
 
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.expected import (
-    FLATTERED,
-    METRICS,
-    PA,
-    PA_LAST,
-    TARGET_METRICS,
-    Expected,
-    Metric,
-    kind,
-    measured,
-    title,
-)
+from fedjax_pcdd.report.expected import FLATTERED, METRICS, PA, PA_LAST, TARGET_METRICS, Expected, kind, measured, title
 from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label, shared, unlike
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
@@ -71,8 +60,9 @@ def own_table(group: Group) -> Table:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
     rows = {}
     for names, runs in experiments:
-        rows[names] = [_over_runs(runs, [_value(run.result, column) for run in runs], 100.0) for column in accuracies]
-        rows[names].append(_over_runs(runs, [run.result.get(SECONDS) for run in runs]))
+        origins = [_origin(run) for run in runs]
+        rows[names] = [over_seeds([_value(r.result, column) for r in runs], origins, 100.0) for column in accuracies]
+        rows[names].append(over_seeds([run.result.get(SECONDS) for run in runs], origins))
         if targets:
             rows[names] += target_cells(runs, _references(experiments, names), rule)
     chosen = _differing(group, selection, "Best rounds are chosen by", CHOSEN_BY)
@@ -100,11 +90,6 @@ def _value(summary: Mapping[str, Any], column: Accuracy) -> float | None:
     """An accuracy in a summary; None if PA was not measured at the moment that the heading names."""
     prefix = pa_entries(summary).get(column.moment) if column.moment else "ga"
     return summary.get(prefix + column.entry[2:]) if prefix else None
-
-
-def _over_runs(runs: Runs, values: Sequence[float | None], factor: float = 1.0) -> Cell:
-    """Mean over runs of one setting, each of another seed."""
-    return over_seeds(values, map(_origin, runs), factor)
 
 
 def _origin(run: RunRecord) -> tuple[int, int, str]:
@@ -256,23 +241,19 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
       expected: what the paper prints there.
     """
     runs = {(entry.names, group.split): entry.runs for group in groups for entry in group.entries}
+    chosen_on_tests = any(needs_epochs(run.config.get("pa_protocol")) for members in runs.values() for run in members)
     splits, tables = {group.split for group in groups}, []
     for name in dict.fromkeys(title(number.metric) for number in expected):
         printed = [number for number in expected if title(number.metric) == name]
         splits_of = {(number.split, number.metric): number.splits or (number.split,) for number in printed}
         columns = {key: parts for key, parts in splits_of.items() if splits.issuperset(parts)}
-        if any(metric == PA for _, metric in columns) and _chooses(runs):
+        if chosen_on_tests and any(metric == PA for _, metric in columns):
             columns = {
                 key: parts for (split, metric), parts in columns.items() for key in [(split, metric), (split, PA_LAST)]
             }
         if name and columns:
             tables.append(_paper_table(preset, columns, runs, printed))
     return tables
-
-
-def _chooses(runs: Mapping[tuple[Names, str | None], Runs]) -> bool:
-    """Whether the PA of any run is that of an epoch chosen on test samples."""
-    return any(needs_epochs(run.config.get("pa_protocol")) for members in runs.values() for run in members)
 
 
 def _paper_table(
@@ -289,9 +270,12 @@ def _paper_table(
         cells = [_ours(names, key, parts, runs, rule) for key, parts in columns.items()]
         rows[names] = [_beside(cell, paper.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
     heads = [_column(name, f"{split} {_heading(name)}".strip()) for split, name in columns]
-    note = _selection([run.result for members in runs.values() for run in members])
-    note = note if metric.note == FLATTERED else metric.note
-    return _table(f"{preset}: {metric.title}", heads, rows, note or _target_note(metric, rule))
+    note = metric.note
+    if note == FLATTERED:
+        note = _selection([run.result for members in runs.values() for run in members])
+    elif metric.title == title(TARGET_METRICS[0]):
+        note = f"{rule.sentence} {MISSED}"
+    return _table(f"{preset}: {metric.title}", heads, rows, note)
 
 
 def _selection(summaries: Sequence[Mapping[str, Any]]) -> str:
@@ -307,10 +291,6 @@ def _selection(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 def _heading(metric: str) -> str:
     return METRICS[kind(metric)].heading or metric.partition(":")[2]
-
-
-def _target_note(metric: Metric, rule: Rule) -> str:
-    return f"{rule.sentence} {MISSED}" if metric.title == title(TARGET_METRICS[0]) else ""
 
 
 def _ours(names: Names, key: Key, parts: Sequence[str], runs: Mapping, rule: Rule) -> Cell:

@@ -75,13 +75,11 @@ class Cells:
     """The configurations that the cells of the presets in a folder stand for."""
 
     def __init__(self, folder: Path):
-        self._folder, self._presets, self._configs = folder, {}, {}
+        self._folder, self._configs = folder, {}
 
     def preset(self, name: str) -> Preset:
         """The preset of this name; UserError if there is none."""
-        if name not in self._presets:
-            self._presets[name] = read_preset(name, self._folder)
-        return self._presets[name]
+        return read_preset(name, self._folder)
 
     def settings(self, run: RunRecord, preset: str, split: str | None, variant: str | None) -> str:
         """Options in which a run differs from a cell, "" for none."""

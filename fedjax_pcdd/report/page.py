@@ -4,6 +4,7 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def page(
     environment.lstrip_blocks = True
     environment.globals |= {
         "shown": shown, "aside": aside, "own_table": own_table, "legend": legend, "borders": BORDERS,
-        "figures": _figures, "shares": _shares, "partitions": _partitions, "machine": _machine, "indented": _indented,
+        "figures": _figures, "shares": _shares, "partitions": _partitions, "machine": _machine,
+        "indented": partial(json.dumps, indent=2, ensure_ascii=False),
     }  # fmt: skip
     return environment.get_template("page.html").render(
         title="Federated runs", own=own, groups=groups, papers=papers, runs=runs, table_of_runs=_table_of_runs(runs),
@@ -135,7 +137,3 @@ def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
 
 def _machine(run: RunRecord) -> dict[str, Any]:
     return {name: run.result[name] for name in MACHINE if name in run.result}
-
-
-def _indented(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)

@@ -70,12 +70,7 @@ def legend(group: Group) -> list[tuple[str, str, str]]:
 
 
 def as_svg(figure: Figure, words: str) -> str:
-    """A picture as an SVG file, the same bytes each time.
-
-    Args:
-      figure: what is drawn.
-      words: what it shows, for readers who cannot see it.
-    """
+    """A picture as an SVG file, the same bytes each time; `words` say what it shows to readers who cannot see it."""
     text = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves"}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -83,12 +78,7 @@ def as_svg(figure: Figure, words: str) -> str:
 
 
 def inline(svg: str, prefix: str) -> str:
-    """A picture for embedding in a page beside others: without addresses, and with ids of its own.
-
-    Args:
-      svg: a file from `curves`.
-      prefix: of the ids, different for every picture of the page.
-    """
+    """An SVG file for a page: without addresses; `prefix` before its ids tells them from those of other pictures."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")

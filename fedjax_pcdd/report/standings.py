@@ -66,12 +66,8 @@ def _accuracy(result: Mapping[str, Any], moment: str, name: str) -> Cell:
 
 
 def _failures(result: Mapping[str, Any]) -> str:
-    trials = sum("failed" in run for run in result["trials"])
-    seeds = sum("failed" in run for run in result["seeds"])
-    words = [f"{n} of {len(runs)} {kind} failed" for n, runs, kind in (
-        (trials, result["trials"], "trials"), (seeds, result["seeds"], "seeds"),
-    ) if n]  # fmt: skip
-    return "; ".join(words)
+    counts = {kind: sum("failed" in run for run in result[kind]) for kind in ("trials", "seeds")}
+    return "; ".join(f"{n} of {len(result[kind])} {kind} failed" for kind, n in counts.items() if n)
 
 
 def over_splits(
@@ -87,9 +83,7 @@ def over_splits(
       M methods, B splits, accuracies [M, B, seeds], -inf for a run that failed, and the methods that lack a result.
     """
     by_cell = {(result["network"], result["split"], result["method"]): result for result in results}
-    pairs = list(
-        dict.fromkeys((network, split) for network, split, method in cells if (network, split, method) in by_cell)
-    )
+    pairs = list(dict.fromkeys(cell[:2] for cell in cells if cell in by_cell))
     split_results = [result for result in results if (result["network"], result["split"]) in pairs]
     method_names = dict.fromkeys(result["method"] for result in split_results)
     num_seeds = max((len(result["seeds"]) for result in split_results), default=1)

@@ -41,8 +41,7 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
     if run.method == REFERENCE:
         return rounds, 1.0
     fedavg = reference(run, references)
-    baseline = _accuracies(fedavg)
-    if fedavg is None or not np.isfinite(baseline).any():
+    if fedavg is None or not np.isfinite(baseline := _accuracies(fedavg)).any():
         return None
     chosen = fedavg.result.get("ga_best_round")  # validation samples may have chosen it
     best = np.nanmax(baseline) if chosen is None else baseline[chosen - 1]
@@ -67,9 +66,9 @@ def _apart(runs: Sequence[RunRecord]) -> list[str]:
     return [name for name in differing([run.config for run in runs]) if name in RUN and name != "method"]
 
 
-def _accuracies(run: RunRecord | None) -> np.ndarray:
+def _accuracies(run: RunRecord) -> np.ndarray:
     """GA of each round [T], NaN where it was not measured."""
-    accuracies = np.full(run.rounds_done if run else 0, np.nan)
-    rounds, values = series(run.rows if run else [], "ga")
+    accuracies = np.full(run.rounds_done, np.nan)
+    rounds, values = series(run.rows, "ga")
     accuracies[rounds - 1] = values
     return accuracies

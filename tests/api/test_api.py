@@ -19,7 +19,7 @@ from flax import struct
 
 import fedjax_pcdd as fp
 import stub
-from fedjax_pcdd.api.data import options_that_load
+from fedjax_pcdd.api.data import LOADED
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
@@ -412,9 +412,9 @@ def test_natural_partition_keeps_the_largest_groups():
 def test_a_loaded_data_set_knows_the_options_that_load_it_again(tmp_path):
     x, y = np.zeros((4, 5, 5), np.uint8), np.array([0, 1, 0, 1])
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    assert options_that_load(fp.load_dataset("mine", tmp_path)) == {"dataset": "mine", "data_dir": tmp_path}
-    assert options_that_load(fp.from_arrays(x, y, x, y)) is None
-    assert options_that_load(fp.load_dataset("digits", tmp_path)) == {"dataset": "digits"}
+    assert LOADED.get(fp.load_dataset("mine", tmp_path)) == {"dataset": "mine", "data_dir": tmp_path}
+    assert LOADED.get(fp.from_arrays(x, y, x, y)) is None
+    assert LOADED.get(fp.load_dataset("digits", tmp_path)) == {"dataset": "digits"}
     assert len(fp.load_dataset(tmp_path / "mine.npz").y_train) == len(fp.load_dataset("mine", tmp_path).y_train)
 
 

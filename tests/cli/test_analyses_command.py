@@ -12,7 +12,8 @@ from made_up_runs import write_run
 
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.cli import analyse, cost_analyses
-from fedjax_pcdd.cli.analyse import analyse_main, table
+from fedjax_pcdd.cli.analyse import analyse_main
+from fedjax_pcdd.cli.analysis_text import table
 from fedjax_pcdd.data.federation import read_counts
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.folder import TRACK
