@@ -24,11 +24,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from fedjax_pcdd.beside import imported_files
+from fedjax_pcdd.beside import PACKAGE, imported_files
 from fedjax_pcdd.errors import UserError, expanded, in_one_line, is_there, nearest
 
 T = TypeVar("T")
-PACKAGE = __name__.partition(".")[0]
 
 _imported: dict[str, dict[Path, str]] = {}  # of files of the user, by their module: those beside them, with SHA-256
 _recorded: dict[str, "Origin"] = {}  # by name in the configurations that were read, for names that no longer resolve
@@ -74,19 +73,15 @@ class Registry(UserDict[str, T], Generic[T]):
         return add
 
     def find(self, name: str) -> T:
-        """Look up the part with a name or an import path.
-
-        Raises:
-          UserError: there is none, or its file cannot be imported.
-        """
+        """The part with a name or an import path; UserError if there is none, or its file cannot be imported."""
         if is_import_path(name):
             return load_object(name)
-        if name not in self and name in _recorded:
-            return load_object(_import_path(_recorded[name]))
-        if name not in self:
-            hint = "several are for a sweep." if "," in name else nearest_part(name, self)
-            raise UserError(f"there is no {self.kind} '{name}': {hint}")
-        return self[name]
+        if name in self:
+            return self[name]
+        if name in _recorded:
+            return load_object(f"{_recorded[name].path}:{_recorded[name].object}")
+        hint = "several are for a sweep." if "," in name else nearest_part(name, self)
+        raise UserError(f"there is no {self.kind} '{name}': {hint}")
 
     def __missing__(self, name: str) -> T:
         """The part of an entry point, loaded when it is first requested."""
@@ -179,10 +174,6 @@ def short_name(name: str) -> str:
     *before, last = name.split(":")
     leading = (re.fullmatch(r"((?:[\w.-]+\+)*)[^+]*", part) for part in before)  # names, followed by a file's path
     return "".join(match[1] for match in leading if match) + last
-
-
-def _import_path(origin: Origin) -> str:
-    return f"{origin.path}:{origin.object}"
 
 
 def load_object(path: str) -> Any:

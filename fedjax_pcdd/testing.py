@@ -305,10 +305,6 @@ ROUNDED = (lanes_do_not_change_results, blocks_do_not_change_results, batches_of
 
 
 def reduces_to_fedavg(simulated: Simulation, plain: Simulation) -> None:
-    """Reduced to FedAvg, a method gives FedAvg's results.
-
-    Args:
-      plain: FedAvg on the same model.
-    """
+    """Reduced to FedAvg, a method gives the results of FedAvg on the same model, `plain`."""
     (state, _), (expected, _) = train(simulated), train(plain)
     assert_trees_all_close(state.servers.variables, expected.servers.variables, rtol=1e-6, atol=1e-6)

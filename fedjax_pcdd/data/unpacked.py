@@ -42,8 +42,7 @@ def unpacked(
     """
 
     source, head = source.absolute(), {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape)}
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_pcdd" / "unpacked"
-    fallback = cache / f"{source.stem}-{zlib.crc32(str(source).encode()):08x}"
+    fallback = cache_folder() / "unpacked" / f"{source.stem}-{zlib.crc32(str(source).encode()):08x}"
     files = [folder / f"{name}.npy" for folder in (source.with_name(f"{source.name}.unpacked"), fallback)]
     for file in files:
         with suppress(OSError, ValueError):  # the file is missing or not of this kind
@@ -62,6 +61,11 @@ def unpacked(
         f"{source} cannot be unpacked, {count * like.nbytes / 1e6:.0f} MB, into {reasons}: make room, set "
         "XDG_CACHE_HOME to a folder that can be written, or use `data=device`."
     )
+
+
+def cache_folder() -> Path:
+    """The cache folder of this package and this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_pcdd"
 
 
 def _note(digest: str, file: Path) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from jax.core import Tracer
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import of_kind
+from fedjax_pcdd.methods.method import Traits
 from fedjax_pcdd.registry import is_of_package, takes
 
 
-def check_declared(method: Any, traits: type) -> None:
+def check_declared(method: Any) -> None:
     """Raise UserError for a method that cannot work.
 
     A function does not take what that of this package takes in whose place it is called; a field that is traced holds
@@ -31,11 +32,11 @@ def check_declared(method: Any, traits: type) -> None:
     name, found = type(method).__name__, list[Any]()
     with suppress(jax.errors.JAXTypeError):
         jax.eval_shape(lambda traced: found.append(traced.traits()), method)
-    value = of_kind(method, "traits", found[0], traits) if found else None
+    value = of_kind(method, "traits", found[0], Traits) if found else None
     if value is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tuple(value))):
         sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)."
         raise UserError(f"{name}.traits {sentence}")
-    for trait, kind in typing.get_type_hints(traits).items():
+    for trait, kind in typing.get_type_hints(Traits).items():
         if not _fits(given := getattr(value, trait), kind):
             expected = kind.__name__ if isinstance(kind, type) else re.sub(r"\b[a-z_]+\.", "", str(kind))  # no modules
             raise UserError(f"{name}.traits gives {trait}={given!r}, which must be {expected}.")

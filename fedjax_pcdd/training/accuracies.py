@@ -41,7 +41,6 @@ class Accuracies(Callback):
           protocol: of the rows' PA; if clients fine-tune later, rows use `last` in place of one that chooses epochs.
           select_on: the criterion that chooses the best round, a key of `metrics.SELECTED`.
         """
-        self.protocol: Protocol = protocol
         self.name, self.every, self.keeps_best, self.kept, self.per_client = name, every, keeps_best, kept, per_client
         self.select_on = select_on
         self.rule: Protocol = "last" if keeps_best and needs_epochs(protocol) else protocol  # of the rows' PA
@@ -99,15 +98,12 @@ class Accuracies(Callback):
 
     def _generic(self, run: Run, counts: Evaluation) -> dict[str, Any]:
         """GA of the global model (else mean over the clients' models), also per class, and of further server models."""
-        federation, ga_local = run.federation, None
-        classes = federation.dataset.num_classes
+        federation, classes = run.federation, run.federation.dataset.num_classes
         total = np.bincount(federation.dataset.y_test, minlength=classes)
         all_correct = np.asarray(counts.generic)[:1] if run.traits.global_model else np.asarray(counts.local)
         correct = all_correct[:, :classes]  # of the global model, or of each client's model
         shares = accuracy(correct.sum(1), total.sum())
-        if not run.traits.global_model:
-            ga_local = shares
-        run.history.update_best(ga_local)
+        run.history.update_best(None if run.traits.global_model else shares)
         row = {"ga": float(shares.mean()), "ga_per_class": plain(accuracy(correct.mean(0), total))}
         row["ga_balanced"] = float(balanced(correct, total).mean())
         if federation.validation is not None:

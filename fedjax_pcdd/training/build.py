@@ -59,17 +59,6 @@ def share_kept(federation: Federation) -> float | None:
     return kept_samples / max(kept_samples + int(federation.sizes.sum()), 1)
 
 
-def _check_share(config: RunConfig, federation: Federation) -> None:
-    """Raise UserError unless the option equals the share that is kept, to within one sample per client."""
-    share, requested = share_kept(federation) or 0.0, config.validation or 0.0
-    total = federation.sizes.sum() + (0 if federation.validation is None else federation.validation.flat.size)
-    if abs(share - requested) * total > federation.num_clients:
-        raise UserError(
-            f"the partition keeps {share:.3g} of its samples for validation, not {requested:g}: use "
-            f"`validation={share:.3g}`, or a partition without validation samples."
-        )
-
-
 def _check_tests(dataset: Dataset) -> None:
     """Raise UserError if there are no test samples."""
     if not len(dataset.y_test):
@@ -86,7 +75,12 @@ def validated(config: RunConfig, federation: Federation) -> Federation:
     if config.validation is None:
         return federation
     if federation.validation is not None:
-        _check_share(config, federation)
+        share, total = share_kept(federation) or 0.0, federation.sizes.sum() + federation.validation.flat.size
+        if abs(share - config.validation) * total > federation.num_clients:  # by more than one sample per client
+            raise UserError(
+                f"the partition keeps {share:.3g} of its samples for validation, not {config.validation:g}: use "
+                f"`validation={share:.3g}`, or a partition without validation samples."
+            )
         return federation
     result = hold_out(federation, config.validation, config.seed)
     if result.validation is not None and not result.validation.flat.size:

@@ -77,7 +77,6 @@ class Profile(Callback):
     """
 
     def __init__(self, folder: Path):
-        """Args: folder: where the trace goes."""
         self.folder, self.rounds, self.active = folder, 0, False
 
     def on_round(self, run: Run, report: RoundReport) -> None:
@@ -101,10 +100,10 @@ class Metrics(Callback):
 
     def __init__(self, functions: Mapping[str, Callable[[Run], float]]):
         """Args: functions: functions of the run, by the names of their values in the rows."""
-        by_name = functions if isinstance(functions, Mapping) else {None: None}
-        if not all(isinstance(name, str) and callable(function) for name, function in by_name.items()):
+        valid = isinstance(functions, Mapping) and all(isinstance(n, str) and callable(f) for n, f in functions.items())
+        if not valid:
             raise UserError(f"takes a dictionary of functions of a run by name, not {functions!r}.", field="metrics")
-        if reserved := [name for name in by_name if str(name).startswith(("ga_", "pa_"))]:
+        if reserved := [name for name in functions if name.startswith(("ga_", "pa_"))]:
             raise UserError(f"names '{reserved[0]}', as accuracies of our own are: begin otherwise.", field="metrics")
         self.functions, self.lost = functions, list[str]()
 

@@ -18,7 +18,6 @@ import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -29,7 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from fedjax_pcdd.errors import Say, UserError, failed_write
+from fedjax_pcdd.errors import Say, UserError, failed_write, writing
 from fedjax_pcdd.training.client_log import Changed, ClientLog, Part
 from fedjax_pcdd.training.hosts import in_turn, told_by_first
 from fedjax_pcdd.training.named_arrays import Arrays, difference, fill, fingerprint, named, snapshot
@@ -40,7 +39,7 @@ _MISREAD = re.compile(r"[]\[*?\\:%#\ud800-\udfff]")  # read as patterns or addre
 
 
 class Restored(NamedTuple):
-    """The content of a restored checkpoint; `clients` is None if only the server was requested."""
+    """The content of a restored checkpoint."""
 
     round: int
     server: Any
@@ -64,7 +63,6 @@ class Pace:
     """
 
     def __init__(self):
-        """Due at once."""
         self._lock, self._writing, self._failed = Lock(), 0, False
         self._started, self._next_time = (-1, 0.0), 0.0  # round and time of the newest checkpoints' start
         self._asked = (-1, False)  # a round, and whether it gets checkpoints
@@ -96,15 +94,9 @@ class Checkpoints:
     """The checkpoints of one run; close it, or use it in a `with` block, so that the last one is written."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int = 3,
-        every: int | Pace = 1,
-        clients_every: int = 1,
-        read_only: bool = False,
+        self, folder: Path, *, keep: int = 3, every: int | Pace = 1, clients_every: int = 1, read_only: bool = False,
         say: Say = lambda sentence: print(sentence, file=sys.stderr),
-    ):
+    ):  # fmt: skip
         """Open or create the folder, and remove what a killed process left half-written or half-removed.
 
         Args:
@@ -137,14 +129,12 @@ class Checkpoints:
             self._open()
 
     def _open(self) -> None:
-        try:
+        with writing(self._folder):
             if _MISREAD.search(str(self._folder)) and self._alias is None:
                 self._alias = tempfile.TemporaryDirectory()
                 Path(self._alias.name, "checkpoints").symlink_to(self._folder)
             alias = self._folder if self._alias is None else Path(self._alias.name, "checkpoints")
             self._manager = open_manager(self._folder, alias, self if self._writes else None)
-        except OSError as error:
-            raise failed_write(error, self._folder) from error
         self._full.update(r for r in self._manager.all_steps() if self._is_full(r))
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
@@ -213,14 +203,10 @@ class Checkpoints:
             return _Taken(own_changes.rows, values, changed.states, [])
         if not self._shared:  # the others have run folders of their own and would write there
             self._log, self._shared = ClientLog(Path(told_by_first(str(self._log.folder)))), True
-        try:
-            part = (
-                Part(0, [0] * (1 + len(values)))
-                if process == 0
-                else self._log.append_part(round, process, own_changes.rows, values)
-            )
-        except OSError as error:
-            raise failed_write(error, self._log.folder) from error
+        part = Part(0, [0] * (1 + len(values)))  # the first process writes the entry itself
+        if process > 0:
+            with writing(self._log.folder):
+                part = self._log.append_part(round, process, own_changes.rows, values)
         checksums = np.asarray(multihost_utils.process_allgather(np.array(part.files, np.uint32)))
         parts = [Part(p, files.tolist()) for p, files in enumerate(checksums)][1:]
         return _Taken(own_changes.rows, values, changed.states, parts)
@@ -253,13 +239,8 @@ class Checkpoints:
 
     def newest_record(self) -> dict[str, Any] | None:
         """The history in the newest full checkpoint whose record is intact; None if there is no such checkpoint."""
-        self.wait()
-        for round in sorted(self._manager.all_steps() if self._manager else (), reverse=True):
-            with suppress(Exception):  # a damaged one is reported when it is restored
-                record = self._record(round)
-                if "clients" in record["arrays"]:
-                    return record["history"]
-        return None
+        newest = self.newest_full
+        return None if newest is None else self._record(newest)["history"]
 
     @property
     def newest_full(self) -> int | None:
@@ -323,8 +304,7 @@ class Checkpoints:
                 record = self._record(round)
                 if not like.keys() <= record["arrays"].keys():
                     continue
-                logged = "logged" in record and "clients" in like
-                if logged:
+                if logged := "logged" in record:
                     mark = record["logged"]
                     self._log.check(round, None if mark is True else mark)  # True: written when entries had no marks
                 templates = like | {"clients": ()} if logged else like
@@ -342,7 +322,7 @@ class Checkpoints:
             if logged:
                 self._log.replay(round, like["clients"])
                 trees["clients"] = like["clients"]
-            return Restored(round, trees["server"], trees.get("clients"), record["history"])
+            return Restored(round, trees["server"], trees["clients"], record["history"])
         if damaged:
             rounds = "; ".join(f"round {bad}: {reason}" for bad, reason in damaged.items())
             raise UserError(f"no checkpoint in {self._folder} is intact ({rounds}): start a new run.")

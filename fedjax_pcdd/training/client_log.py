@@ -28,7 +28,6 @@ from fedjax_pcdd.engine.mesh import owners_of
 from fedjax_pcdd.engine.program import Tree
 
 SLACK = 2  # entries may have this many times the size of the states before they are merged
-NOTHING: Mapping[str, int] = {}
 NOTED, MERGED, PARTS = "entry.json", "-merged", ".parts"
 
 
@@ -77,13 +76,8 @@ class ClientLog:
     def append_part(self, round: int, process: int, rows: np.ndarray, values: Sequence[np.ndarray]) -> Part:
         """Write this process's part of the entry of a round, and return once it is complete."""
         folder = self.folder / f"{round}{PARTS}" / str(process)
-        unfinished = folder.with_name(f"{process}.unfinished")
-        for old in (folder, unfinished):
-            shutil.rmtree(old, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        _save(unfinished, rows, values)
-        _flush(unfinished)
-        unfinished.rename(folder)
+        with _whole_or_not(folder) as unfinished:
+            _save(unfinished, rows, values)
         return Part(process, [checksum(folder / name) for name in _names(len(values))])
 
     def replay(self, round: int, states: Tree) -> None:
@@ -129,7 +123,7 @@ class ClientLog:
             return
         changed = [np.load(part / "rows.npy") for part in parts]
         rows = np.unique(np.concatenate(changed))
-        with self._writing(f"{_round(entries[-1])}{MERGED}", None, last=entries[-1]) as merged:
+        with self._writing(f"{_round(entries[-1])}{MERGED}", None, {}, last=entries[-1]) as merged:
             np.save(merged / "rows.npy", rows)
             for name, leaf in zip(_names(len(leaves))[1:], leaves, strict=True):
                 shape = (len(rows), *leaf.shape[1:])
@@ -141,21 +135,18 @@ class ClientLog:
             shutil.rmtree(entry)
             shutil.rmtree(_parts_of(entry), ignore_errors=True)
 
-    def _entries(self) -> dict[int, Path]:
-        """The entries by round; a merged entry stands for all that it holds."""
-        paths = (
-            [p for p in self.folder.iterdir() if p.name.removesuffix(MERGED).isdigit()] if self.folder.is_dir() else []
-        )
+    def _needed(self, round: int) -> list[Path]:
+        """The entries up to a round, in order; a merged entry stands for all that it holds."""
+        if not self.folder.is_dir():
+            return []
+        paths = [p for p in self.folder.iterdir() if p.name.removesuffix(MERGED).isdigit()]
         merged_round = max((_round(p) for p in paths if p.name.endswith(MERGED)), default=-1)
         current = [p for p in paths if _round(p) > merged_round or p.name == f"{merged_round}{MERGED}"]
-        return {_round(path): path for path in sorted(current, key=_round)}
-
-    def _needed(self, round: int) -> list[Path]:
-        return [path for r, path in self._entries().items() if r <= round]
+        return sorted((p for p in current if _round(p) <= round), key=_round)
 
     @contextmanager
     def _writing(
-        self, name: str, previous: Path | None, part_files: Mapping[str, int] = NOTHING, last: Path | None = None
+        self, name: str, previous: Path | None, part_files: Mapping[str, int], last: Path | None = None
     ) -> Iterator[Path]:
         """A folder that becomes an entry, whole or not at all, with the checksums of other processes' files.
 
@@ -163,20 +154,14 @@ class ClientLog:
           previous: the entry that it follows, None for the first.
           last: the last of the entries that it merges, None if it merges none.
         """
-        unfinished, path = self.folder / f"{name}.unfinished", self.folder / name
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        files = {file.name: checksum(file) for file in sorted(unfinished.iterdir())} | dict(part_files)
-        info = {"before": 0, "files": files}
-        if previous is not None:
-            info |= {"before": _round(previous), "follows": _noted(previous).get("mark")}
-        info["mark"] = zlib.crc32(json.dumps(info).encode()) if last is None else _noted(last).get("mark")
-        (unfinished / NOTED).write_text(json.dumps(info))
-        _flush(unfinished)
-        if path.exists():
-            shutil.rmtree(path)
-        unfinished.rename(path)
+        with _whole_or_not(self.folder / name) as unfinished:
+            yield unfinished
+            files = {file.name: checksum(file) for file in sorted(unfinished.iterdir())} | dict(part_files)
+            info = {"before": 0, "files": files}
+            if previous is not None:
+                info |= {"before": _round(previous), "follows": _noted(previous).get("mark")}
+            info["mark"] = zlib.crc32(json.dumps(info).encode()) if last is None else _noted(last).get("mark")
+            (unfinished / NOTED).write_text(json.dumps(info))
 
 
 def _noted(entry: Path) -> dict[str, Any]:
@@ -198,10 +183,19 @@ def _save(folder: Path, rows: np.ndarray, values: Sequence[np.ndarray]) -> None:
         np.save(folder / name, array)
 
 
-def _flush(folder: Path) -> None:
-    for file in folder.iterdir():
+@contextmanager
+def _whole_or_not(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which gets its name, and replaces an older one, when its files are on the disk."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    for file in unfinished.iterdir():
         with file.open("rb+") as opened:
             os.fsync(opened.fileno())
+    if folder.exists():
+        shutil.rmtree(folder)
+    unfinished.rename(folder)
 
 
 def _names(leaves: int) -> list[str]:

@@ -15,17 +15,8 @@ import yaml
 from fedjax_pcdd.data.partition import CLIENTS, check_name, has_clients
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.registry import recall, short_name
-from fedjax_pcdd.training.fields import (
-    check,
-    convert,
-    convert_all,
-    is_plain,
-    load_mapping,
-    names_in,
-    options_of,
-    read_value,
-    run_option,
-)  # fmt: skip
+from fedjax_pcdd.training import fields
+from fedjax_pcdd.training.fields import check, options_of, run_option
 
 if TYPE_CHECKING:  # methods load JAX, which options do not need
     from fedjax_pcdd.methods import Method
@@ -284,7 +275,7 @@ class RunConfig:
 
 def rounds_of(lr_steps: str) -> tuple[int, ...]:
     """The rounds in an option like "40,80"; UserError unless they are round numbers in rising order."""
-    rounds = tuple(int(part) if re.fullmatch(r"\d{1,9}", part) else 0 for part in names_in(lr_steps))
+    rounds = tuple(int(part) if re.fullmatch(r"\d{1,9}", part) else 0 for part in fields.names_in(lr_steps))
     if any(before >= after for before, after in pairwise((0, *rounds))):
         raise UserError(f"`lr_steps={lr_steps}` must be rising round numbers with commas between them, as 40,80.")
     return rounds
@@ -300,7 +291,7 @@ RUN = options_of(RunConfig)
 
 def check_written(given: Mapping[str, str]) -> None:
     """Raise UserError for a run option whose text is wrong whatever the other options are; loads no method."""
-    values = {name: convert(RUN[name], text) for name, text in given.items()}
+    values = {name: fields.convert(RUN[name], text) for name, text in given.items()}
     _check_address(values.get("coordinator"))
     rounds_of(values.get("lr_steps") or "")
 
@@ -314,13 +305,6 @@ def check_names(method: type["Method"]) -> None:
             raise UserError(f"{method.__name__} has a hyper-parameter and a function {name}: rename one of them.")
 
 
-def _check_declared(method: "Method") -> None:
-    from fedjax_pcdd.methods.declared import check_declared  # JAX is not needed for the help of a run
-    from fedjax_pcdd.methods.method import Traits
-
-    check_declared(method, Traits)
-
-
 def as_read(method: "Method") -> "Method":
     """The method, with its hyper-parameters read as the command line reads them.
 
@@ -329,13 +313,15 @@ def as_read(method: "Method") -> "Method":
     Raises:
       UserError: a value that does not fit, or a class that cannot be traced or called as it is written.
     """
+    from fedjax_pcdd.methods.declared import check_declared  # loads JAX, which the help of a run does not need
+
     check_names(type(method))
     entries = {name: (option, getattr(method, name)) for name, option in options_of(type(method)).items()}
-    parsed = {name: read_value(*entry) for name, entry in entries.items() if is_plain(entry[0].kind)}
+    parsed = {name: fields.read_value(*entry) for name, entry in entries.items() if fields.is_plain(entry[0].kind)}
     for name in entries.keys() - parsed.keys():
         check(*entries[name])
     method = dataclasses.replace(method, **parsed)
-    _check_declared(method)
+    check_declared(method)
     return method
 
 
@@ -352,6 +338,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
       UserError: an unknown method, or a value out of its bounds.
     """
     from fedjax_pcdd import methods
+    from fedjax_pcdd.methods.declared import check_declared
 
     if given.get("local_steps") is not None:
         given = dict[str, Any](local_epochs=None) | dict(given)
@@ -361,7 +348,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
     method = cls(**{name: value for name, value in given.items() if name not in RUN})
     for option in options_of(cls).values():
         check(option, getattr(method, option.name))
-    _check_declared(method)
+    check_declared(method)
     return config, method
 
 
@@ -388,10 +375,10 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
     from fedjax_pcdd import methods
     from fedjax_pcdd.training.outside import OUTSIDE, recorded_origins
 
-    flat = load_mapping(text, source)
+    flat = fields.load_mapping(text, source)
     recall(recorded_origins(flat.pop(OUTSIDE, None), source))
     cls = methods.get(str(flat.get("method", RUN["method"].default)))
-    return build(convert_all(flat, RUN | options_of(cls), source))
+    return build(fields.convert_all(flat, RUN | options_of(cls), source))
 
 
 def difference(recorded: tuple[RunConfig, "Method"], given: tuple[RunConfig, "Method"]) -> list[str]:

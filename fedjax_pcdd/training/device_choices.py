@@ -7,18 +7,15 @@ resumed run looks nowhere else, so it computes the same numbers.
 """
 
 import json
-import os
 import re
-import secrets
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from fedjax_pcdd.data.unpacked import cache_folder
 from fedjax_pcdd.engine.devices import OutOfMemory
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.mesh import devices_of
@@ -29,6 +26,7 @@ from fedjax_pcdd.engine.tuning import operations, time_forms
 from fedjax_pcdd.errors import Say, UserError, in_one_line
 from fedjax_pcdd.models.convolution_table import Choices, Operation, Rule, as_json, from_json, table
 from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.fields import write_text
 from fedjax_pcdd.training.hosts import told_by_first
 from fedjax_pcdd.training.trained_models import parts_of
 
@@ -57,20 +55,11 @@ class Kept:
 
     def write(self, timed: Timed) -> None:
         """Replace the timings that are kept, atomically."""
-        temporary = self.path.with_name(f".{self.path.name}.{secrets.randbelow(10**8)}")
+        text = json.dumps(as_json(Choices(tuple(timed.items()))), indent=1)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(as_json(Choices(tuple(timed.items()))), indent=1), encoding="utf-8")
-            temporary.replace(self.path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            self._say(f"{self.path} cannot be written ({error.strerror}): the next run times its convolutions again.")
-
-
-def cache_folder() -> Path:
-    """The cache folder of this package and this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_pcdd"
+            write_text(self.path, text, "another XDG_CACHE_HOME")
+        except UserError as error:
+            self._say(f"timings cannot be written, so the next run times its convolutions again: {error}")
 
 
 def convolutions_of(

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import operator
-import os
 import re
 import types
 import typing
@@ -19,7 +18,7 @@ from typing import Any, Literal, Union
 import numpy as np
 import yaml
 
-from fedjax_pcdd.errors import UserError, at_once, check_file, nearest, shortened, unreadable, writing
+from fedjax_pcdd.errors import UserError, at_once, check_file, expanded, nearest, shortened, unreadable, writing
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
@@ -111,10 +110,10 @@ _SEVERAL = re.compile(r"\d+:\d+|[^,]+(,[^,]+)+")  # several values, as a sweep t
 
 def _read(kind: Any, text: str) -> Any:
     """The value of a text in one type; ValueError if it is not of this type."""
-    if kind is Path and text and "\0" not in text:
-        return Path(os.path.expanduser(text))  # a shell does not expand the ~ of an option
     if kind is Path:
-        raise ValueError(text)
+        if not text or "\0" in text:
+            raise ValueError(text)
+        return expanded(text)  # a shell does not expand the ~ of an option
     values = {"true": True, "false": False} if kind is bool else {str(choice): choice for choice in choices(kind)}
     if not values:
         return kind(text)
@@ -180,11 +179,11 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         keys = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in keys:
                 problem = f"the key '{key.value}' is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            keys |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -258,11 +257,7 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str, instead: str) -> None:
-    """Write a file atomically, and create its folder if there is none.
-
-    Raises:
-      UserError: it cannot be written; `instead` is what the message says to choose.
-    """
+    """Write a file atomically, in a folder that may be new; UserError, which says to choose `instead`, if it fails."""
     with writing(path, instead):
         path.parent.mkdir(parents=True, exist_ok=True)
     with at_once(path, instead) as temporary:

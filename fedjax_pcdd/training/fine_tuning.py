@@ -3,7 +3,6 @@
 Letters: E experiments of a simulation, K clients.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -87,12 +86,7 @@ def _cohorts(tuner: Simulation) -> list[list[np.ndarray]]:
 
 
 def from_global(
-    tuner: Simulation,
-    best: Tree,
-    last: Tree,
-    round: int,
-    results: Sequence[dict[str, Any]],
-    protocol: Protocol = "last",
+    tuner: Simulation, best: Tree, last: Tree, round: int, results: list[dict[str, Any]], protocol: Protocol = "last"
 ) -> list[dict[str, Any]]:
     """The changes to the results [E] from fine-tuning the best and the last global variables [E, ...].
 

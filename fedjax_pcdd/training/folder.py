@@ -31,7 +31,7 @@ from PIL import Image
 from fedjax_pcdd import __version__
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, load_partition
-from fedjax_pcdd.errors import Say, UserError, at_once, failed_write, in_one_line, is_there, unreadable
+from fedjax_pcdd.errors import UserError, at_once, failed_write, in_one_line, is_there, unreadable, writing
 from fedjax_pcdd.training.lock import InUse, Lock, Taken, owner
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
@@ -50,11 +50,6 @@ _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
 _HALF_WRITTEN = re.compile(r"\.\d+\..+")
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-
-def _tell(sentence: str) -> None:
-    if jax.process_index() == 0:  # the folders of other processes are temporary
-        print(sentence, file=sys.stderr)
 
 
 def failure_file(folder: Path) -> Path:
@@ -142,11 +137,8 @@ class RunFolder:
     def append(self, row: Mapping[str, Any], name: str = METRICS) -> None:
         """Append one line; round, ga, pa, loss and seconds come first, and NaN becomes null."""
         ordered = {key: row[key] for key in FIRST_KEYS if key in row} | dict(row)
-        try:
-            with open(self.path / name, "a", encoding="utf-8", opener=_no_link) as file:
-                file.write(dumps(ordered) + "\n")
-        except OSError as error:
-            raise failed_write(error, self.path / name) from error
+        with writing(self.path / name), open(self.path / name, "a", encoding="utf-8", opener=_no_link) as file:
+            file.write(dumps(ordered) + "\n")
 
     def rows(self, name: str = METRICS, rounds: int = 0) -> list[dict[str, Any]]:
         """All complete lines; one that a killed process left unfinished is ignored.
@@ -191,13 +183,11 @@ class RunFolder:
                 damaged.append(number)
         return rows, damaged
 
-    def truncate(self, rows: Sequence[Mapping[str, Any]], say: Say = _tell) -> None:
+    def truncate(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Go back to these rows, those of a checkpoint, and drop later rounds from every other .jsonl file.
 
-        Files from elsewhere, whose lines have no rounds, stay as they are.
-
-        Args:
-          say: called if lines of clients.jsonl are lost, as no checkpoint has them.
+        Files from elsewhere, whose lines have no rounds, stay as they are. If lines of clients.jsonl are lost, which no
+        checkpoint has, a sentence on stderr says so.
         """
         last = rows[-1]["round"] if rows else 0
         text, file = "".join(dumps(row) + "\n" for row in rows), self.path / METRICS
@@ -208,8 +198,10 @@ class RunFolder:
             if path.name != METRICS and (path.name in (CLIENTS, TRACK) or not damaged):
                 self.write(path.name, "".join(dumps(row) + "\n" for row in readable if row["round"] <= last))
         remaining = {row["round"] for row in self._rows(CLIENTS)[0]}
-        if lost := [str(row["round"]) for row in rows if row.get("ga") is not None and row["round"] not in remaining]:
-            say(f"{self.path / CLIENTS} has lost the accuracies of the clients in round {', '.join(lost)}.")
+        lost = [str(row["round"]) for row in rows if row.get("ga") is not None and row["round"] not in remaining]
+        if lost and jax.process_index() == 0:  # the folders of other processes are temporary
+            sentence = f"{self.path / CLIENTS} has lost the accuracies of the clients in round {', '.join(lost)}."
+            print(sentence, file=sys.stderr)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file atomically; NaN becomes null."""
@@ -313,11 +305,7 @@ def peak_memory_mb() -> dict[str, float | None]:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """A value that a run writes, as JSON; numbers that are not finite become null.
-
-    Raises:
-      UserError: it holds what JSON has not, which a callback has put there.
-    """
+    """A value as JSON, with null for numbers that are not finite; UserError for what JSON has not (of a callback)."""
     try:
         return json.dumps(_plain(value), indent=indent, allow_nan=False)
     except (TypeError, ValueError) as error:

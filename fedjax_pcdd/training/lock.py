@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.errors import UserError, writing
 
 BEAT = 5.0  # seconds between two heartbeats
 PATIENCE = 30.0  # seconds without a heartbeat, after which an owner on another machine is dead
@@ -100,19 +100,18 @@ class Lock:
         self.release()
 
     def _create(self) -> bool:
-        try:
-            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise failed_write(error, self.path.parent) from error
-        try:
-            os.write(file, self._content())
-        except OSError as error:
-            self.path.unlink(missing_ok=True)
-            raise failed_write(error, self.path.parent) from error
-        finally:
-            os.close(file)
+        with writing(self.path.parent):
+            try:
+                file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            except FileExistsError:
+                return False
+            try:
+                os.write(file, self._content())
+            except OSError:
+                self.path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(file)
         return True
 
     def _content(self) -> bytes:
@@ -148,14 +147,11 @@ def _stands_still(path: str, content: bytes) -> bool:
 
 def _read(path: Path) -> bytes | None:
     """The content of a lock; None if it no longer exists."""
-    try:
+    with writing(path.parent), suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):  # reading a pipe would block
             raise UserError(f"{path} is a link or no file, which no run makes: remove it.")
         return path.read_bytes()[:LENGTH]
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise failed_write(error, path.parent) from error
+    return None
 
 
 def _remove(path: Path, content: bytes, token: str) -> None:

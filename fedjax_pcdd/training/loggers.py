@@ -30,37 +30,25 @@ class Logger(Callback):
 
 
 @contextmanager
-def reaching(service: str, advice: str = "") -> Iterator[None]:
-    """A context for calls of a tracker's package, whose errors (no login, no server) it turns into a `UserError`."""
+def reaching(service: str, noted: Path | None = None) -> Iterator[None]:
+    """A context for calls of a tracker's package, whose errors (no login, no server) it turns into a `UserError`.
+
+    Args:
+      noted: the file of `_last_name`, named in the sentence if it exists.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        what_to_do = f"put that right, or go on without it{advice}"
+        anew = f"; to log as another run, remove {noted}" if noted is not None and noted.is_file() else ""
+        what_to_do = f"put that right, or go on without it{anew}"
         raise UserError(f"{service} does not log ({in_one_line(error)}): {what_to_do}.") from error
 
 
-class Noted:
-    """The file in a run's folder that holds the tracker's name for the run, by which a resumed run continues it."""
-
-    def __init__(self, file: Path):
-        """Args: file: may be missing."""
-        self._file = file
-
-    @property
-    def last(self) -> str | None:
-        """The name that the file holds."""
-        return self._file.read_text(encoding="utf-8").strip() or None if self._file.is_file() else None
-
-    @property
-    def advice(self) -> str:
-        """How to begin a new run of the tracker, where there is an old one."""
-        return f"; to log as another run, remove {self._file}" if self._file.is_file() else ""
-
-    def write(self, name: str) -> None:
-        """Note the name."""
-        self._file.write_text(f"{name}\n", encoding="utf-8")
+def _last_name(noted: Path) -> str | None:
+    """The tracker's name for the run, by which a resumed run continues it, from a file in the run's folder."""
+    return noted.read_text(encoding="utf-8").strip() or None if noted.is_file() else None
 
 
 class TensorBoard(Logger):
@@ -89,17 +77,17 @@ class WandB(Logger):
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         """Start the run, or continue the one that the folder names; UserError without wandb, or if it cannot start."""
-        package, noted = load("wandb"), Noted(Path(folder) / "wandb.txt")
-        with reaching("wandb", noted.advice):
+        package, noted = load("wandb"), Path(folder) / "wandb.txt"
+        with reaching("wandb", noted):
             self._run = package.init(
                 dir=str(folder),
                 name=Path(folder).name,
                 config=dict(config),
-                id=noted.last,
+                id=_last_name(noted),
                 resume="allow",
                 reinit="create_new",  # not the run of an experiment that is trained together with this one
             )
-            noted.write(self._run.id)
+            noted.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log all scalars at once."""
@@ -117,13 +105,13 @@ class MLflow(Logger):
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         """Start the run, or continue the one that the folder names; UserError without mlflow, or if it cannot start."""
-        self._client, noted = load("mlflow"), Noted(Path(folder) / "mlflow.txt")
-        with reaching("mlflow", noted.advice):
-            name = None if noted.last else Path(folder).name
-            self._run = self._client.start_run(run_id=noted.last, run_name=name, nested=True)
-            if noted.last is None:
+        self._client, noted = load("mlflow"), Path(folder) / "mlflow.txt"
+        with reaching("mlflow", noted):
+            last = _last_name(noted)
+            self._run = self._client.start_run(run_id=last, run_name=None if last else Path(folder).name, nested=True)
+            if last is None:
                 self._client.log_params({name: str(value) for name, value in config.items()})
-                noted.write(self._run.info.run_id)
+                noted.write_text(f"{self._run.info.run_id}\n", encoding="utf-8")
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log all scalars at once."""

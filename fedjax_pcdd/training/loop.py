@@ -96,7 +96,6 @@ class Run(TrainedModels):
     """
 
     def __init__(self, runs: "Runs", index: int, progress: Progress):
-        """A view of one of the `runs`."""
         self.runs, self.index = runs, index
         self.simulation, self.rounds, self.federation = runs.simulation, runs.rounds, runs.federations[index]
         self.method = select(runs.simulation.methods, index)
@@ -226,8 +225,7 @@ class Each(Callback):
     """Callbacks of each experiment of a sweep; an experiment that fails or stops does not affect the others."""
 
     def __init__(self, callbacks: Sequence[Sequence[Callback]]):
-        """Args: callbacks: those of each experiment [E]."""
-        self.callbacks = callbacks
+        self.callbacks = callbacks  # those of each experiment [E]
 
     def on_start(self, run: Any):
         """Call `on_start` of every experiment's callbacks."""

@@ -144,8 +144,8 @@ class History:
     ga_best_mean: float | None = None
     also: dict[str, np.ndarray] = field(default_factory=dict)
     select_on: str = "test"
-    _encoded: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    _highest: dict[str, tuple[int, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _encoded: list[str] = field(default_factory=list, init=False, repr=False)
+    _highest: dict[str, tuple[int, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         for name in CLIENTS:
@@ -242,15 +242,10 @@ class History:
         """Mean of the last ten values."""
         return mean(self.column(name)[1][-LAST:])
 
-    def without_global_model(self) -> float | None:
-        """GA by the papers' protocol: mean over clients of the best local model on the global test set."""
-        return mean(self.ga_of_best)
-
 
 def new_history(clients: int) -> History:
     """The history before the first round of K clients."""
-    unmeasured = np.full((3, clients), np.nan)
-    return History([], unmeasured[0], unmeasured[1], unmeasured[2])
+    return History([], *np.full((3, clients), np.nan))
 
 
 def result(history: History, method: Method) -> dict[str, Any]:
@@ -262,9 +257,8 @@ def result(history: History, method: Method) -> dict[str, Any]:
     (ga_best, ga_round), (pa_best, pa_round) = history.best("ga"), history.best("pa")
     extra: dict[str, Any] = {}
     if not method.traits().global_model:
-        ga_best, ga_round = history.without_global_model(), None
-        ga_best_clients = mean(np.array(history.ga_clients, float))
-        extra = {"ga_best_mean": history.ga_best_mean, "ga_best_clients": ga_best_clients}
+        ga_best, ga_round = mean(history.ga_of_best), None  # the papers' protocol
+        extra = {"ga_best_mean": history.ga_best_mean, "ga_best_clients": mean(history.ga_clients)}
         if history.select_on != "test":  # each client's best round is chosen on its own tests, whatever `select_on`
             extra["ga_best_selected_on"] = "test"
     names = [f"{name}_{kind}" for kind in ("balanced", "validation") for name in ("ga", "pa")]

@@ -9,6 +9,7 @@ from fedjax_pcdd.data.partition import PARTITIONS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.models import BACKBONES
 from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training.config import RESERVED, RUN, TASK_DEFAULTS, RunConfig, build
 from fedjax_pcdd.training.fields import convert, options_of
@@ -22,6 +23,8 @@ HINTS = {
 }  # fmt: skip
 SERVER = "server_optimizer"  # another way to write a suffix of the method, see `with_server`
 ALIASES = {"dir": "dirichlet", "lda": "dirichlet"}
+# Options whose values are registered names.
+NAMED: dict[str, Mapping] = {"method": METHODS, "dataset": DATASETS, "model": BACKBONES, "partition": PARTITIONS}
 
 
 def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunConfig, Method]:
@@ -37,7 +40,9 @@ def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunCon
         base = {name: value for name, value in base.items() if name not in ("local_steps", "local_epochs")}
     task = (base | values).get("task")
     if task:
-        _check_task(values)
+        for option, value in values.items():
+            if option in RUN and RUN[option].group == "data" and option != "data_dir" and value is not None:
+                raise UserError(f"a task brings its own data and participants: drop `{option}`, or `task`.")
     return build((TASK_DEFAULTS if task else {}) | base | values | {"method": name})
 
 
@@ -80,42 +85,21 @@ def in_any_case(name: str, known: Mapping[str, Any]) -> str:
     return name if plain in known or plain.lower() not in known else plain.lower() + name.removeprefix(plain)
 
 
-def _check_task(given_values: Mapping[str, Any]) -> None:
-    """Raise UserError if options that spread a data set over clients are given together with a task."""
-    for name, value in given_values.items():
-        if name in RUN and RUN[name].group == "data" and name != "data_dir" and value is not None:
-            raise UserError(f"a task brings its own data and participants: drop `{name}`, or `task`.")
-
-
 def own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
     """Checked values of the run options and the method's hyper-parameters that are given."""
     options = RUN | options_of(methods.get(method))
     result = {}
     for name, text in given.items():
         if name in options:
-            result[name] = convert(options[name], _named(name, text))
+            registered = in_any_case(text, NAMED[name]) if name in NAMED else text
+            if name == "partition":
+                registered = ALIASES.get(registered.lower(), registered)
+            result[name] = convert(options[name], registered)
         elif name == SERVER:
             raise UserError(f"is written as a suffix here: `method={method}+{text}`.", field=SERVER)
         elif name not in RESERVED:
             raise UserError(_foreign(name, method, [*options, *RESERVED, SERVER]))
     return result
-
-
-def _named(option: str, text: str) -> str:
-    """The value of an option; if that is a name, as it is registered."""
-    match option:
-        case "method":
-            return in_any_case(text, METHODS)
-        case "dataset":
-            return in_any_case(text, DATASETS)
-        case "model":
-            from fedjax_pcdd.models import BACKBONES
-
-            return in_any_case(text, BACKBONES)
-        case "partition":
-            text = in_any_case(text, PARTITIONS)
-            return ALIASES.get(text.lower(), text)
-    return text
 
 
 def _foreign(name: str, method: str, known: Sequence[str]) -> str:

@@ -184,13 +184,9 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
     text = read_text(file)
     check_unchanged(load_mapping(text, str(file)), str(file))
     config, method = parse_config(text, str(file))
-    return _with_own_partition(config, folder), method
-
-
-def _with_own_partition(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration; a partition that was the file in the run's folder is so wherever the folder is now."""
-    is_own = has_own_partition(config.partition, config.run_dir)
-    return replace(config, partition=str((folder / "partition.npz").absolute())) if is_own else config
+    if has_own_partition(config.partition, config.run_dir):  # which is there wherever the folder is now
+        config = replace(config, partition=str((folder / "partition.npz").absolute()))
+    return config, method
 
 
 def has_own_partition(partition: str, run_dir: Any) -> bool:

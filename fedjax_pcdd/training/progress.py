@@ -133,7 +133,6 @@ class PartOfSweep(Callback):
     """Shows the rounds of one run in a sweep's bar."""
 
     def __init__(self, bar: SweepBar, name: str):
-        """Args: bar: the sweep's bar; name: the run's name."""
         self.bar, self.name = bar, name
 
     def on_round(self, run: Run, report: RoundReport) -> None:

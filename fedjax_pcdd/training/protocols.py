@@ -37,11 +37,7 @@ def needs_epochs(protocol: Protocol | None) -> bool:
 
 
 def protocol_of(asked: Protocol | None, traits: Traits) -> Protocol:
-    """The protocol of a run: the one asked for, else that of the method's own option, else `last`.
-
-    Raises:
-      UserError: the two contradict each other.
-    """
+    """The protocol asked for, else that of the method's own option, else `last`; UserError if these two contradict."""
     if asked and traits.protocol and asked != traits.protocol:
         raise UserError(f"`pa_protocol={asked}` and a `pa_model` that means {traits.protocol} contradict: drop one.")
     return asked or traits.protocol or "last"

@@ -24,11 +24,10 @@ _SMALL_FILES = 2**17
 class Checkpoint(Callback):
     """Saves a run and the state of its other callbacks; the last round is always saved."""
 
-    def __init__(
-        self, checkpoints: Checkpoints, callbacks: Sequence[Callback] = (), resolved: Mapping[str, Any] | None = None
-    ):
-        """Args: callbacks: those that may have a state; resolved: content of resolved.json, kept in each checkpoint."""
-        self.checkpoints, self.resolved = checkpoints, resolved
+    def __init__(self, checkpoints: Checkpoints, callbacks: Sequence[Callback] = ()):
+        """Args: callbacks: those that may have a state."""
+        self.checkpoints = checkpoints
+        self.resolved: Mapping[str, Any] | None = None  # content of resolved.json, kept in each checkpoint
         self.began_with: dict[str, Any] | None = None  # inputs of the restored run
         self.missing: list[str] = []  # callbacks that the restored run had and this one lacks
         self._named: dict[str, Callback] = {}  # by class; later ones of a class of the same name have a number

@@ -23,34 +23,15 @@ from fedjax_pcdd.engine.program import State, forget
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import Say, UserError
-from fedjax_pcdd.methods import Method, Traits
+from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.checks import built
 from fedjax_pcdd.methods.declared import check_declared, misspelt, not_called
 from fedjax_pcdd.models import is_own
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
+from fedjax_pcdd.training import advice, build
 from fedjax_pcdd.training.accuracies import Accuracies
-from fedjax_pcdd.training.advice import (
-    about_neck,
-    about_norms,
-    about_precision,
-    on_other_scale,
-    only_tested,
-    too_few,
-    twice,
-    unused,
-)
-from fedjax_pcdd.training.build import (
-    availability_of,
-    build_model,
-    default_model,
-    federate,
-    load,
-    local_training,
-    public_images,
-    validated,
-)
 from fedjax_pcdd.training.checkpoint import Pace
 from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.device_choices import convolutions_of
@@ -132,21 +113,19 @@ class Setup:
         return needs_epochs(self.protocol) and not (traits.fine_tunes and one_model and config.fine_tune_epochs)
 
     @cached_property
-    def _digests(self) -> dict[int, str]:
-        """Digest of each data set by its `id`; there is seldom more than one."""
-        datasets = {id(federation.dataset): federation.dataset for federation in self.federations}
-        return {key: digest_of(dataset) for key, dataset in datasets.items()}
+    def _digest(self) -> str:
+        """Digest of the data set, which all experiments share."""
+        return digest_of(self.federations[0].dataset)
 
     def inputs(self, e: int, config: RunConfig, method: Method) -> dict[str, Any]:
         """The inputs of an experiment, as the user configured it; see `inputs_of`."""
         federation, simulation = self.federations[e], self.simulation
         public = simulation.data.public if isinstance(simulation, Simulation) else simulation.images
-        data = self._digests[id(federation.dataset)]
         images = () if public is None else public
         labels = None if isinstance(simulation, Simulation) else simulation.public_labels
         availability = simulation.experiments[e].availability if isinstance(simulation, Simulation) else None
         pipeline, model = self._unusual_pipeline(), self.given.model
-        return inputs_of(config, method, federation, data, images, pipeline, labels, availability, model)
+        return inputs_of(config, method, federation, self._digest, images, pipeline, labels, availability, model)
 
     def completed(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
         """The experiments, with this kind of run's own defaults for options that were not given."""
@@ -155,23 +134,25 @@ class Setup:
     def federate(self) -> list[Federation]:
         """The clients' data of each experiment [E]."""
         if self.given.federation is not None:
-            return [validated(self.config, self.given.federation)]
-        dataset = load(self.config)
-        return [federate(config, dataset) for config, _ in self.pairs]
+            return [build.validated(self.config, self.given.federation)]
+        dataset = build.load(self.config)
+        return [build.federate(config, dataset) for config, _ in self.pairs]
 
     def make(self, lanes: int) -> Any:
         """The simulation with this number of lanes."""
         (config, method), federation = self.pairs[0], self.federations[0]
         private, plain = self.pipelines()
         experiments = [
-            Experiment(data, m, local_training(c, m), c.seed, availability=available)
+            Experiment(data, m, build.local_training(c, m), c.seed, availability=available)
             for (c, m), data, available in zip(self.pairs, self.federations, self._availability, strict=True)
         ]
-        model = config.model or default_model(federation.dataset) if self.given.model is None else self.given.model
+        model = self.given.model
+        if model is None:
+            model = config.model or build.default_model(federation.dataset)
         if isinstance(model, list | tuple):
             raise UserError(f"{config.method} trains one model: give that, not several.")
         return Simulation(
-            built(method, self.in_form(build_model(config, model, federation.dataset))), experiments,
+            built(method, self.in_form(build.build_model(config, model, federation.dataset))), experiments,
             public=(self.public, plain) if method.traits().public else None,
             data=self.simulation and self.simulation.data, pipeline=private,
             cohort=config.cohort or federation.num_clients, **self._settings(),
@@ -184,12 +165,13 @@ class Setup:
     @cached_property
     def public(self) -> np.ndarray:
         """Unlabelled public images [N, H, W, channels]."""
-        return public_images(self.config, self.federations[0])
+        return build.public_images(self.config, self.federations[0])
 
     @cached_property
     def _availability(self) -> list[Availability | None]:
         """Which clients are there in a round, of each experiment [E]."""
-        return [availability_of(c, data.num_clients) for (c, _), data in zip(self.pairs, self.federations, strict=True)]
+        pairs = zip(self.pairs, self.federations, strict=True)
+        return [build.availability_of(config, federation.num_clients) for (config, _), federation in pairs]
 
     @cached_property
     def _stream(self) -> int | None:
@@ -245,7 +227,7 @@ class Setup:
             raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
         self._check_protocol(e)
         if self.tunes:
-            check_declared(self.simulation.tuning_method(e, self.config.fine_tune_epochs), Traits)
+            check_declared(self.simulation.tuning_method(e, self.config.fine_tune_epochs))
         if not self.simulation.sizes[e].any():
             raise UserError("no client has any training samples: give them some.")
         if not (self.simulation.steps[e] > 0).any():
@@ -253,8 +235,8 @@ class Setup:
                 "no client has enough samples for one batch: choose a smaller `batch_size` or `last_batch=keep`."
             )
         if not self.simulation.weights[e].any():
-            advice = "lower `batch_size`, or choose other `weights` (or, of a method of your own, its weight)"
-            raise UserError(f"all clients have weight 0 in the mean: {advice}.")
+            hint = "lower `batch_size`, or choose other `weights` (or, of a method of your own, its weight)"
+            raise UserError(f"all clients have weight 0 in the mean: {hint}.")
 
     def _check_protocol(self, e: int) -> None:
         """Raise UserError if PA of the best epochs cannot be measured."""
@@ -275,24 +257,21 @@ class Setup:
 
     def advice(self, e: int) -> list[str]:
         """Sentences about settings without effect, and the method's own advice about the settings."""
-        config, method = self.pairs[e]
-        first_simulation = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
-        model = first_simulation.program.model
-        layers = about_neck(config.neck, model) + about_norms(config.bn, model, first_simulation.image_shape)
-        layers += about_precision(config.precision, model, first_simulation.image_shape)
-        sentences = unused(config, method.traits()) + layers + misspelt(method, Method) + not_called(method)
-        sentences += too_few(config, self.federations[e]) + twice(self.federations[e])
-        sentences += only_tested(self.federations[e].dataset)
+        (config, method), federation = self.pairs[e], self.federations[e]
+        first = parts_of(self.simulation)[0].simulation
+        model, shape = first.program.model, first.image_shape
+        sentences = advice.unused(config, method.traits())
+        sentences += advice.about_neck(config.neck, model) + advice.about_norms(config.bn, model, shape)
+        sentences += advice.about_precision(config.precision, model, shape)
+        sentences += misspelt(method, Method) + not_called(method)
+        sentences += advice.too_few(config, federation) + advice.twice(federation)
+        sentences += advice.only_tested(federation.dataset)
         if method.traits().needs_public:
-            sentences += on_other_scale(self.federations[e].dataset)
+            sentences += advice.on_other_scale(federation.dataset)
         return sentences + self.simulation.advice[e] + self._calibration[e]
 
     def start(self) -> State:
-        """The state before the first round, with the weights of a file if the options name one.
-
-        Raises:
-          UserError: the file does not fit the models.
-        """
+        """The state before the first round, with a file's weights if one is named; UserError if they do not fit."""
         path = self.config.initial_weights
         return self.simulation.start() if path is None else started_from(self.simulation, located(str(path)))
 
@@ -336,7 +315,7 @@ class Setup:
         return Accuracies(config.method, every=config.eval_every, **rules, **more)
 
     def concluded(
-        self, simulation: Any, rounds: int, state: State, best: Any, results: Sequence[dict[str, Any]]
+        self, simulation: Any, rounds: int, state: State, best: Any, results: list[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The results [E] plus fine-tuning and calibration after `rounds` rounds; `best` is used if `keeps_best`."""
         results = [result | {"pa_protocol": result["pa_protocol"] + IN_WORDS[self.protocol]} for result in results]

@@ -243,7 +243,6 @@ class Start(Callback):
     """Writes the accuracies of the pre-trained models as start.json, the round 0 of FCCL's Figure 6."""
 
     def __init__(self, folder: RunFolder):
-        """Args: folder: the run's folder."""
         self.folder = folder
 
     def on_start(self, run: Run) -> None:
@@ -257,7 +256,6 @@ class Correlation(Callback):
     private images (FCCL, Figure 5)."""
 
     def __init__(self, folder: RunFolder, names: Sequence[str]):
-        """Args: folder: the run's folder; names: the participants' names."""
         self.folder, self.names = folder, list(names)
 
     def on_end(self, run: Run) -> None:

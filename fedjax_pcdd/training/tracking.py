@@ -127,17 +127,14 @@ class Tracker:
         """The quantities of a round, from the state after it, its jobs, and the result of `before`."""
         if self.between:
             shown = [
-                jax.tree.map(
-                    np.asarray, look(simulation.methods, simulation.data, part.of(state), np.arange(len(part.members)))
-                )
+                look(part.simulation.methods, part.simulation.data, part.of(state), np.arange(len(part.members)))
                 for look, part in zip(self._between, self.parts, strict=True)
-                for simulation in [part.simulation]
             ]
-        local = [{} for _ in self.names] if shown is None else [self._local(name, shown) for name in self.names]
-        overall = self._overall(state, jobs)
-        entries = {}
-        for name, means in zip(self.names, local, strict=True):
-            entries[name] = {"global": overall.get(name), "local": means or None}
+            shown = jax.tree.map(np.asarray, shown)
+        overall, entries = self._overall(state, jobs), {}
+        for name in self.names:
+            local = None if shown is None else self._local(name, shown)
+            entries[name] = {"global": overall.get(name), "local": local or None}
             if name in ("angles", "features"):
                 entries[name]["etf"] = etf_angle(self.federation.dataset.num_classes)
         return entries
@@ -154,8 +151,7 @@ class Tracker:
         present = self.federation.class_counts[jobs.row] > 0
         servers, data = self.parts[0].of(state).servers, _with_tests(simulation, simulation.data)
         values = self._general(simulation.methods, servers, data, present, self.probe)
-        counts, classes = jobs.steps > 0, self.federation.dataset.num_classes
-        given = (counts, labels, classes)
+        given = (jobs.steps > 0, labels, self.federation.dataset.num_classes)
         numbers = {name: _numbers(name, "overall", values[name], *given) for name in self.names}
         return {name: {key: _json(x) for key, x in entry.items()} for name, entry in numbers.items()}
 

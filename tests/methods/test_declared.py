@@ -89,7 +89,7 @@ WRONGLY_DECLARED = {
 def test_a_class_that_cannot_work_is_refused_before_anything_is_traced(mistake):
     attributes, sentence = WRONGLY_DECLARED[mistake]
     with pytest.raises(UserError) as raised:
-        check_declared(of_class(**attributes), Traits)
+        check_declared(of_class(**attributes))
     assert sentence in str(raised.value)
 
 
@@ -103,12 +103,12 @@ def test_a_class_is_declared_correctly_with_more_arguments_static_texts_and_numb
         "further": functools.wraps(Method.penalty)(lambda self, *arguments: 0.0),
         "layers": hyperparameter((np.zeros(2), jax.random.key(0), None, True), help="anything numeric"),
     }
-    check_declared(of_class(**attributes), Traits)
+    check_declared(of_class(**attributes))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_registered_method_is_declared_correctly(name):
-    check_declared(METHODS[name](), Traits)
+    check_declared(METHODS[name]())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_hook_behind_a_suffix_is_checked_too(tmp_path, suffix):
     (tmp_path / "few.py").write_text(FEW)
     method = methods.get(f"{tmp_path / 'few.py'}:Few{suffix}")()
     with pytest.raises(UserError, match=r"Few.*\.penalty must be callable as def penalty\(self, variables, outputs"):
-        check_declared(method, Traits)
+        check_declared(method)
 
 
 def test_hooks_of_participants_are_checked_too():
@@ -156,7 +156,7 @@ def test_hooks_of_participants_are_checked_too():
             return 0.0
 
     with pytest.raises(UserError, match=r"Agreeing\.agree must be callable as def agree\(self, "):
-        check_declared(Agreeing(), Traits)
+        check_declared(Agreeing())
 
 
 @pytest.mark.parametrize("name", METHODS)
