@@ -114,7 +114,6 @@ class Session:
     Attributes:
       setup: the `Setup` that they share.
       records: what is kept of each [E].
-      simulation: with the number of lanes that is used.
       say: as in `run`.
       state: from which training begins.
       since: progress of each before that [E].
@@ -137,13 +136,13 @@ class Session:
             opened.callback(record.close)
             self.records.append(record)
         notes = max((r.noted for r in self.records if r.noted), key=lambda notes: notes["lanes"], default=None)
-        self.simulation = self.setup.settled(state, notes, say)
+        self.setup.settle(state, notes, say)
         for record in self.records:
-            record.resolve(self.setup.notes(self.simulation))
+            record.resolve(self.setup.notes())
         starts = [record.begin(self._own(state, e)) for e, record in enumerate(self.records)]
         self.since = [progress for _, progress in starts]
         resumed = any(progress.round for progress in self.since)
-        self.state = _joined([start for start, _ in starts]) if resumed else self.setup.prepared(self.simulation, state)
+        self.state = _joined([start for start, _ in starts]) if resumed else self.setup.prepared(state)
 
     def _own(self, state: State, e: int) -> State:
         shared = len(self.setup.pairs) > 1
@@ -155,7 +154,7 @@ class Session:
         loop_callbacks = callbacks[0] if len(callbacks) == 1 else [Each(callbacks)]
         since, self.since = self.since, []  # not kept: its best models are replaced by better ones
         state, self.state = self.state, State((), (), ())  # its buffers are donated
-        runs: Any = loop(self.simulation, state, self.setup.config.rounds, loop_callbacks, since)
+        runs: Any = loop(self.setup.simulation, state, self.setup.config.rounds, loop_callbacks, since)
         return [runs] if isinstance(runs, Run) else [runs[e] for e in range(len(runs))]
 
     def with_fewer_lanes(self, error: OutOfMemory) -> list[Asked]:
@@ -164,7 +163,7 @@ class Session:
         Raises:
           OutOfMemory: the given error, if there is only one lane, or if other processes would have to know.
         """
-        notes = self.setup.notes(self.simulation)
+        notes = self.setup.notes()
         notes["lanes"] = fewer_lanes(notes["lanes"], error, self.say)
         for record in self.records:
             record.resolve(notes)
@@ -178,7 +177,7 @@ class Session:
         if not all(run.error for run in runs):
             best = _joined([run.best for run in runs]) if self.setup.keeps_best else None
             state = _joined([run.state for run in runs]) if any(run.stopped for run in runs) else runs[0].runs.state
-            results = self.setup.concluded(self.simulation, runs[0].round, state, best, results)
+            results = self.setup.concluded(runs[0].round, state, best, results)
         for run, result_of_run in zip(runs, results, strict=True):
             if not run.error and (client := result_of_run.get("diverged_client")) is not None:
                 advice = "so that PA has no value: choose a smaller `lr`, or set `grad_clip`."

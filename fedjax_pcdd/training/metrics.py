@@ -245,7 +245,8 @@ class History:
 
 def new_history(clients: int) -> History:
     """The history before the first round of K clients."""
-    return History([], *np.full((3, clients), np.nan))
+    pa, best_pa, ga_of_best = np.full((3, clients), np.nan)
+    return History([], pa, best_pa, ga_of_best)
 
 
 def result(history: History, method: Method) -> dict[str, Any]:

@@ -275,8 +275,8 @@ class Setup:
         path = self.config.initial_weights
         return self.simulation.start() if path is None else started_from(self.simulation, located(str(path)))
 
-    def settled(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> Any:
-        """The simulation with its final number of lanes and forms of convolutions.
+    def settle(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> None:
+        """Make the simulation that trains, with its final number of lanes and forms of convolutions.
 
         Args:
           state: before the first round.
@@ -290,7 +290,6 @@ class Setup:
             self.simulation = self.with_fastest_lanes(state, jobs)
         else:
             self.simulation = self._with_lanes(lanes)
-        return self.simulation
 
     def _with_lanes(self, lanes: int) -> Any:
         return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
@@ -299,12 +298,12 @@ class Setup:
         """The simulation with the number of lanes that is measured to be fastest for this number of jobs."""
         return choose_lanes(self._with_lanes, state, jobs, self.config.rounds)
 
-    def notes(self, simulation: Any) -> dict[str, Any]:
+    def notes(self) -> dict[str, Any]:
         """The lanes and forms that were settled, for resolved.json, so that a resumed run computes the same numbers."""
-        lanes = max(part.simulation.program.lanes for part in parts_of(simulation))  # of the architecture with the most
+        lanes = max(part.simulation.program.lanes for part in parts_of(self.simulation))  # of several architectures
         return {"lanes": lanes, "convolutions": as_json(self.convolutions) if self.convolutions else []}
 
-    def prepared(self, simulation: Any, state: State) -> State:
+    def prepared(self, state: State) -> State:
         """The state that the first round starts from."""
         return state
 
@@ -314,18 +313,16 @@ class Setup:
         rules = {"keeps_best": self.keeps_best, "select_on": config.chosen_on, "protocol": self.protocol}
         return Accuracies(config.method, every=config.eval_every, **rules, **more)
 
-    def concluded(
-        self, simulation: Any, rounds: int, state: State, best: Any, results: list[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
+    def concluded(self, rounds: int, state: State, best: Any, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The results [E] plus fine-tuning and calibration after `rounds` rounds; `best` is used if `keeps_best`."""
         results = [result | {"pa_protocol": result["pa_protocol"] + IN_WORDS[self.protocol]} for result in results]
         changes = [{} for _ in results]
         if self.config.calibrate == "ccvr":
-            changes = calibrated(simulation, state)
+            changes = calibrated(self.simulation, state)
         if self.tunes:
-            tuner = simulation.tuner(self.config.fine_tune_epochs, tests_epochs=needs_epochs(self.protocol))
+            tuner = self.simulation.tuner(self.config.fine_tune_epochs, tests_epochs=needs_epochs(self.protocol))
             if self.keeps_best:
-                last = global_models(simulation, state)
+                last = global_models(self.simulation, state)
                 tuned = from_global(tuner, best, last, rounds, results, self.protocol)
             else:
                 tuned = from_last(tuner, state, rounds, self.protocol)

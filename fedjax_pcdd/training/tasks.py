@@ -124,12 +124,12 @@ class ParticipantSetup(Setup):
         """The simulation that trains all participants of an architecture at once; on a CPU, one after another."""
         return self.make(1 if jax.default_backend() == "cpu" else jobs)
 
-    def prepared(self, simulation: Any, state: State) -> State:
+    def prepared(self, state: State) -> State:
         """The state after pre-training, if any, on public and on private images."""
-        epochs, transfer = self.config.pretrain_epochs or 0, simulation.traits.transfer_epochs
+        epochs, transfer = self.config.pretrain_epochs or 0, self.simulation.traits.transfer_epochs
         if not (epochs or transfer):
             return state
-        return pretrained(simulation, state, epochs, self.config.pretrain_batch_size, transfer=transfer)
+        return pretrained(self.simulation, state, epochs, self.config.pretrain_batch_size, transfer=transfer)
 
 
 class TaskSetup(ParticipantSetup):

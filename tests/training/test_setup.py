@@ -28,8 +28,8 @@ def copies() -> int:
 def test_samples_are_on_the_device_once(method):
     before = copies()
     run = prepared(method=method, lanes=2)
-    simulation = run.settled(run.start(), None, print)
-    tuner, calibrator = simulation.tuner(1), calibrator_of(simulation)
+    run.settle(run.start(), None, print)
+    tuner, calibrator = run.simulation.tuner(1), calibrator_of(run.simulation)
     assert tuner.data.train.images is calibrator.data.train.images
     assert copies() - before == 1
 
@@ -46,7 +46,7 @@ def test_public_images_are_read_once(monkeypatch, method):
     names, load = [], build_module.load_public
     monkeypatch.setattr(build_module, "load_public", lambda name, *a, **b: names.append(name) or load(name, *a, **b))
     run = prepared(method=method, lanes=2)
-    run.settled(run.start(), None, print)
+    run.settle(run.start(), None, print)
     assert names == ["digits_public"]
 
 
