@@ -22,7 +22,7 @@ from fedjax_pcdd.data.lists import Lists, Partition
 from fedjax_pcdd.engine.jobs import Inputs, context_of, load, train_step
 from fedjax_pcdd.engine.lanes import summary_of
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.program import Tree, facts_of, unlabelled
+from fedjax_pcdd.engine.program import State, Tree, facts_of, unlabelled
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Context, Derived, Keys, Local, Message, Method, ServerContext
@@ -126,7 +126,7 @@ class _Job:
 
     def loaded(self, server: Tree, client: Tree):
         stacked = jax.tree.map(lambda x: x[None], client)
-        return load(self.program, self.inputs(server), stacked, (), 0, 0)
+        return load(self.program, self.inputs(server), State((), stacked, ()), 0, 0)
 
     def steps(self, server: Tree, client: Tree, lane):
         """One local step and the upload, given the loaded lane."""

@@ -20,7 +20,7 @@ from fedjax_pcdd.engine.jobs import only
 from fedjax_pcdd.engine.lanes import run_lanes
 from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, with_own
-from fedjax_pcdd.engine.round import inputs_of
+from fedjax_pcdd.engine.round import Work
 from fedjax_pcdd.methods.method import Context, Local, Message, Method
 from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.trees import select
@@ -149,7 +149,7 @@ def look_after_training(
     """
     program, (plan, jobs, round) = replace(program, in_place=False), opened(sent)  # the state stays as it is
     observed = Observed(methods, jax.tree.map(lambda x: x[None], data), look, of_steps)
-    inputs = inputs_of(observed, hyper, data, keys, state.servers, jobs, round)
+    inputs = Work(observed, hyper, keys, state.servers, jobs, round).on(data)
     return run_lanes(program, inputs, state, plan).message.each
 
 

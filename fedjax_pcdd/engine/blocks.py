@@ -95,6 +95,6 @@ def client_pass(sizes: np.ndarray, budget: int, size: int, *, batch: int | None 
       size: b; with b = 1 a client's loop takes only the turns that its samples need, none for a client without any.
       batch: instead of what the budget allows.
     """
-    batch = batch or min(max(int(sizes.max(initial=1)), 1), max(budget // size, 1))
+    batch = batch or min(int(sizes.max(initial=1)), max(budget // size, 1))
     turns = np.unique(-(-sizes[sizes > 0] // batch))
     return Pass(batch, int(turns[0]) if size > 1 and len(turns) == 1 else 0)

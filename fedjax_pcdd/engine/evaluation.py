@@ -4,7 +4,6 @@ The functions count correct predictions [.., C]; `training` divides them by the 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -33,15 +32,6 @@ from fedjax_pcdd.losses.classification import correct_per_class
 from fedjax_pcdd.methods.checks import of_kind, of_model, shaped
 from fedjax_pcdd.methods.participant import over_all
 from fedjax_pcdd.trees import at, select
-
-
-def evaluation_batch(trained: int) -> int:
-    """Samples at a time in passes without training: on a CPU few enough for its caches to hold their activations.
-
-    Args:
-      trained: samples in a training step of all lanes, which needs more memory than a pass over as many.
-    """
-    return 100 if jax.default_backend() == "cpu" else max(500, trained)
 
 
 def client_batches(function: Callable, samples: Samples, row, how: Pass, template: Tree = None) -> Tree:
@@ -208,7 +198,16 @@ def personal_correct(program: Program, own: bool, methods, state: State, data: D
       own: on the client's own test set (PA), or on the whole one (GA of methods without a global model).
       slots: [n] of the rows in the state; n is a multiple of the devices.
     """
-    count = partial(_personal_correct, program, own)
+
+    def count(methods, state, data, rows):
+        def client_correct(entry):
+            predict = personal_logits(program, methods, state, data, entry, "personal" if own else "local")
+            if own:
+                return on_own_tests(predict, program, data.test, entry[0])
+            return on_whole_test(predict, program, data.test, program.blocks.size)
+
+        return by_client(program, client_correct, (rows, state.clients, state.statistics))
+
     return over_rows(count, gathered, program, methods, state, data, rows, slots, own_tests=own)
 
 
@@ -238,13 +237,3 @@ def over_rows(
     data_spec = TESTS if split else EVERYWHERE
     specs = (EVERYWHERE, State(EVERYWHERE, client_spec, client_spec), data_spec, SPLIT, SPLIT)
     return spread(share, program.devices, specs, EVERYWHERE)(methods, state, data, rows, slots)
-
-
-def _personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows) -> jax.Array:
-    def client_correct(entry):
-        predict = personal_logits(program, methods, state, data, entry, "personal" if own else "local")
-        if own:
-            return on_own_tests(predict, program, data.test, entry[0])
-        return on_whole_test(predict, program, data.test, program.blocks.size)
-
-    return by_client(program, client_correct, (rows, state.clients, state.statistics))

@@ -17,7 +17,6 @@ from fedjax_pcdd.engine.mesh import distribute
 from fedjax_pcdd.engine.program import Data, Evaluation, Program, State, Tree
 from fedjax_pcdd.engine.storage import OnDevice, Portion
 from fedjax_pcdd.engine.streaming import Streamed
-from fedjax_pcdd.methods.method import Traits
 from fedjax_pcdd.trees import total
 
 
@@ -29,18 +28,15 @@ class Evaluator:
       methods: [E, ...] as configured.
       weights: [E, K] of the clients in means over all clients, 0 for those that never train.
       cohort: S, the most clients processed together where samples are streamed and states are on the device.
-      fetched: whether clients' states live off the device.
     """
 
     program: Program
-    traits: Traits
     methods: Tree
     data: Data
     storage: OnDevice
     streamed: Streamed | None
     weights: np.ndarray
     cohort: int
-    fetched: bool
 
     def __post_init__(self):
         self.generic_correct = compiled(generic_correct, self.program)
@@ -55,7 +51,7 @@ class Evaluator:
           personal: also test every client's personal model on its own data.
         """
         generic, further = self.general(state)
-        local = () if self.traits.global_model else self.personal(state, own=False)
+        local = () if self.methods.traits().global_model else self.personal(state, own=False)
         return Evaluation(generic, self.personal(state) if personal else (), local, further)
 
     def general(self, state: State) -> tuple[Any, dict[str, Any]]:
@@ -63,7 +59,7 @@ class Evaluator:
         batch, layers = self.program.eval_batch_of(self.program.experiments), self.mean_layers(state)
         counts = (self.generic_correct(self.methods, state.servers, layers, data) for data in self._whole_test(batch))
         generic, further = total(counts)
-        if self.traits.ensemble:
+        if self.methods.traits().ensemble:
             further = {**further, "ensemble": self._ensemble(state)}
         return generic, further
 
@@ -98,7 +94,7 @@ class Evaluator:
 
     def _portions(self, state: State) -> Iterator[Portion]:
         """All clients, as many at a time as fit the device."""
-        if self.streamed is None or self.fetched:
+        if self.streamed is None:
             return self.storage.portions(state)
         client_arrays = jax.tree.leaves((state.clients, state.statistics))
         return self.storage.portions(state, self.cohort if client_arrays else self.streamed.tested_rows(self.cohort))

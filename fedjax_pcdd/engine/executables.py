@@ -1,16 +1,15 @@
 """Compiled functions of programs, which simulations made one after another may share."""
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 
 MOST = 100  # functions kept: enough for twelve programs, or for a task of four architectures with its pre-training
-_kept: ContextVar[OrderedDict[Any, Any] | None] = ContextVar("kept", default=None)
+_kept: ContextVar[Callable[..., Any] | None] = ContextVar("kept", default=None)
 
 
 @contextlib.contextmanager
@@ -24,7 +23,7 @@ def compiled_once() -> Iterator[None]:
     notebook's global that a hook or a pipeline reads: the next simulation goes on with the former value. Give such
     values as hyper-parameters. Nothing is shared beyond the context, so outside of it every simulation reads anew.
     """
-    token = _kept.set(OrderedDict() if (outer := _kept.get()) is None else outer)
+    token = _kept.set(_kept.get() or lru_cache(MOST)(_jitted))
     try:
         yield
     finally:
@@ -44,18 +43,12 @@ def compiled(function: Callable, *static: Any, compiler_options: dict[str, Any] 
       static: for example a `Program`; its model and methods may be users' own, so it cannot always be hashed.
       compiler_options, options: of `jax.jit`.
     """
-    cache = _kept.get()
-    key = function, static, tuple(sorted((compiler_options or {}).items())), tuple(sorted(options.items()))
+    options |= {"compiler_options": tuple((compiler_options or {}).items())}
     try:
-        hash(key)
-    except TypeError:
-        cache = None
-    if cache is None or key not in cache:
-        jitted = jax.jit(partial(function, *static), compiler_options=compiler_options, **options)
-        if cache is None:
-            return jitted
-        cache[key] = jitted
-    cache.move_to_end(key)
-    while len(cache) > MOST:
-        cache.popitem(last=False)
-    return cache[key]
+        return (_kept.get() or _jitted)(function, *static, **options)
+    except TypeError:  # something static cannot be hashed
+        return _jitted(function, *static, **options)
+
+
+def _jitted(function: Callable, *static: Any, compiler_options: tuple[tuple[str, Any], ...], **options: Any) -> Any:
+    return jax.jit(partial(function, *static), compiler_options=dict(compiler_options), **options)

@@ -81,7 +81,12 @@ def of_group(state: State, g: int) -> State:
 
 
 class Groups:
-    """Compiled rounds of participants with models of their own; states that are passed in are donated."""
+    """Compiled rounds of participants with models of their own; states that are passed in are donated.
+
+    Attributes:
+      federations: the federation, as a list of one.
+      sizes, steps, weights: [1, K] training samples, steps of a local epoch, and raw aggregation weights.
+    """
 
     def __init__(
         self,
@@ -124,6 +129,9 @@ class Groups:
             self._group(members, built(method, models[members[0]]), method, data, epochs, options)
             for members in self.members
         )
+        self.federations, self.sizes = [federation], federation.sizes[None]
+        self.steps = self._in_order([group.steps[0] for group in self.groups])[None]
+        self.weights = self._in_order([group.weights[0] for group in self.groups])[None]
         first = self.groups[0]
         self.methods, self.program, self.advice = first.methods, first.program, first.advice
         self.method = select(self.methods, 0)
@@ -183,26 +191,6 @@ class Groups:
         if len(widths) > 1 and self.traits.common_features:
             counts = " and ".join(map(str, widths))
             raise UserError(f"prototypes need as many features in every model, not {counts}: set `features`.")
-
-    @property
-    def federations(self) -> list[Federation]:
-        """The federation, as a list of one."""
-        return [self.federation]
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Training samples [1, K]."""
-        return self.federation.sizes[None]
-
-    @property
-    def steps(self) -> np.ndarray:
-        """Steps of a local epoch [1, K]."""
-        return self._in_order([g.steps[0] for g in self.groups])[None]
-
-    @property
-    def weights(self) -> np.ndarray:
-        """Raw aggregation weights [1, K]."""
-        return self._in_order([g.weights[0] for g in self.groups])[None]
 
     @property
     def compilations(self) -> int:
@@ -307,10 +295,10 @@ class Groups:
     def _message(self, messages: Sequence[Message]) -> Message:
         """The message of all participants; `mean` weights groups by their shares."""
         means, totals, each = zip(*messages, strict=True)
-        shares, order = self._shares(), np.argsort(np.concatenate(self.members))
+        shares = self._shares()
         mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *means)
         total = jax.tree.map(lambda *x: sum(x), *totals)
-        return Message(mean, total, jax.tree.map(lambda *x: jnp.concatenate(x)[order], *each))
+        return Message(mean, total, self.table.in_order(each))
 
     def launch(self, state: State, round: int, plan=None) -> Launched:
         """One round, as `Simulation.launch`."""

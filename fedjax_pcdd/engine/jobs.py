@@ -111,10 +111,13 @@ def _optimiser(program: Program, inputs: Inputs, job):
     return make_optimiser(local, clip=program.clip, apart=method.traits().apart)
 
 
-def load(program: Program, inputs: Inputs, clients: Tree, statistics: Tree, job, step) -> Lane:
-    """A lane at the start of a job: the downloaded variables and a fresh optimiser state, or the client's kept one."""
+def load(program: Program, inputs: Inputs, held: Any, job, step) -> Lane:
+    """A lane at the start of a job: the downloaded variables and a fresh optimiser state, or the client's kept one.
+
+    Clients and statistics are those of `held`, a `State` or an `Outcome`.
+    """
     method, server = method_and_server(program, inputs, job)
-    client, statistics = select((clients, statistics), at(inputs.jobs.slot, job))
+    client, statistics = select((held.clients, held.statistics), at(inputs.jobs.slot, job))
     variables = with_own(of_model(method, "download", method.download(server, client)), statistics)
     optimiser = _optimiser(program, inputs, job).init(variables["params"])
     if program.keeps_optimiser:

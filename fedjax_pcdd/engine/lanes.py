@@ -87,14 +87,13 @@ def upload(program: Program, inputs: Inputs, lane: Lane) -> tuple[Tree, Message]
     context = context_of(program, inputs, lane, at(inputs.jobs.steps, lane.job))
     result = method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
     client, message = of_kind(method, "upload", result, object, Message)
+    same_shapes(method, "upload", "client's next state", client, lane.client, "init_client made it")
     return client, sendable(method, "upload", message)
 
 
 def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:
     """The `Outcome` of one job, without leading axes; its model is tested on the client's own data."""
-    method, _ = method_and_server(program, inputs, lane.job)
     client, message = upload(program, inputs, lane)
-    same_shapes(method, "upload", "client's next state", client, lane.client, "init_client made it")
     correct = tested(program, inputs, lane, client)
     end_state = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: layers_of(program, lane.variables["params"])}
     statistics = {k: end_state[k] for k in lane.statistics} if lane.statistics else ()
@@ -170,7 +169,7 @@ def reduce(program: Program, jobs: Jobs, job, live, total: Message, message: Mes
 def empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]:
     """The lanes (() if none outlives a segment) and the outcome before the first segment."""
     jobs = inputs.jobs.row.shape[0]
-    lane = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
+    lane = jax.eval_shape(lambda: load(program, inputs, state, 0, 0))
     message = jax.eval_shape(partial(upload, program, inputs), lane)[1]
     leading = () if program.experiments == 1 else (program.experiments,)
     reduced = Message(
@@ -253,9 +252,10 @@ def run_segments(program: Program, inputs: Inputs, state: State, plan: Plan, fir
 def _whole_jobs(program: Program, inputs: Inputs, state: State, plan: Plan, g, outcome: Outcome) -> Outcome:
     """Run a segment in which all lanes begin and end their jobs; entry i of its lists is lane i."""
     first, stop = at(plan.load_stop, g), at(plan.load_stop, g + 1)
+    held = outcome if program.in_place else state
 
     def run(job, indices):
-        lane = load(program, inputs, *_held(program, state, outcome), job, at(plan.step_stop, g))
+        lane = load(program, inputs, held, job, at(plan.step_stop, g))
         return finish(program, inputs, train(program, inputs, plan, g, lane, indices))
 
     job = block_of(plan.load_job, first, program.lanes)
@@ -267,11 +267,11 @@ def _whole_jobs(program: Program, inputs: Inputs, state: State, plan: Plan, g, o
 def _segment(program: Program, inputs: Inputs, state: State, plan: Plan, g, carry):
     """Run a segment after which some lanes keep their jobs."""
     lanes, outcome = carry
-    size = program.blocks.size
+    size, held = program.blocks.size, outcome if program.in_place else state
 
     def load_block(first, live, lanes):
-        load_job = partial(load, program, inputs, *_held(program, state, outcome), step=at(plan.step_stop, g))
-        new = over(size, lambda job: load_job(job=job))(block_of(plan.load_job, first, size))
+        load_job = partial(load, program, inputs, held, step=at(plan.step_stop, g))
+        new = over(size, load_job)(block_of(plan.load_job, first, size))
         return put(lanes, block_of(plan.load_lane, first, size), new, live)
 
     def finish_block(first, live, outcome):
@@ -291,12 +291,6 @@ def _in_blocks(size: int, start, stop, body: Callable, carry: Tree) -> Tree:
         return body(first, first + jnp.arange(size) < stop, carry)
 
     return jax.lax.fori_loop(0, (stop - start + size - 1) // size, run_block, carry)
-
-
-def _held(program: Program, state: State, outcome: Outcome) -> tuple[Tree, Tree]:
-    """Clients and statistics that jobs start from."""
-    source = outcome if program.in_place else state
-    return source.clients, source.statistics
 
 
 def train(program: Program, inputs: Inputs, plan: Plan, segment, lane: Lane, indices) -> Lane:

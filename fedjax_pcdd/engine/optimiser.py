@@ -91,4 +91,4 @@ def make_optimiser(local: Local, *, clip: bool, apart: tuple[str, ...] = ()) -> 
     inner = scale_by_momentum(local.momentum) if local.optimizer == "sgd" else scale_by_adam()
     steps = [clip_by_norm(local.clip, apart)] if clip else []
     steps += [add_after_clipping(local.weight_decay), inner, optax.scale_by_learning_rate(local.lr)]
-    return optax.with_extra_args_support(optax.chain(*steps))
+    return optax.chain(*steps)

@@ -15,7 +15,7 @@ from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine import schedule
-from fedjax_pcdd.engine.mesh import SPLIT, distribute, own_copy, owners_of
+from fedjax_pcdd.engine.mesh import SPLIT, distribute, own_copy
 from fedjax_pcdd.engine.parcels import Parcel, packed
 from fedjax_pcdd.engine.program import Data, Program, facts_of
 from fedjax_pcdd.engine.storage import OnDevice
@@ -54,7 +54,8 @@ class Planner:
     """Schedules rounds; the subclass `Simulation` sets those attributes that `__init__` does not.
 
     Attributes:
-      sizes, steps: [E, K] training samples, and steps of a local epoch.
+      federations: [E] of the experiments.
+      sizes, steps, round_steps: [E, K] training samples, and steps of a local epoch and of a round.
       able: [E] numbers of the clients with samples, in increasing order.
       epochs: [K] local epochs of a round.
       numbers: [E, K] of the clients in the whole federation.
@@ -76,7 +77,8 @@ class Planner:
         """Plan for cohorts of size S; `weights` as in `raw_weights`."""
         first = experiments[0]
         self.experiments, self.cohort_size = experiments, cohort
-        self.sizes = np.stack([e.federation.sizes for e in experiments])
+        self.federations = [e.federation for e in experiments]
+        self.sizes = np.stack([federation.sizes for federation in self.federations])
         self.local = fitting(first.local, self.sizes, weights)
         self.able = [np.flatnonzero(sizes) for sizes in self.sizes]
         clients = np.arange(self.sizes.shape[1], dtype=np.int32)
@@ -88,10 +90,10 @@ class Planner:
         if self.local.local_steps is not None:
             if traits.epochs is not None or traits.least_epochs > 1 or traits.more_epochs:
                 raise UserError("this method tells its local epochs apart: give `local_epochs`, not `local_steps`.")
-            self.steps = np.where(
-                self.steps > 0, self.local.local_steps, 0
-            )  # a round counts as one epoch where it matters
+            # A round counts as one epoch where it matters.
+            self.steps = np.where(self.steps > 0, self.local.local_steps, 0)
             self.epochs = np.ones_like(self.epochs)
+        self.round_steps = self.steps * self.epochs
         if traits.own_loss and (self.local.loss, self.local.class_weights) != ("ce", "none"):
             raise UserError("this method has a softmax of its own: use `loss=ce` and `class_weights=none`.")
 
@@ -101,11 +103,6 @@ class Planner:
         batch, rule = self.local.batch_size, self.local.last_batch
         full = (schedule.batches_per_epoch(self.sizes, batch, rule) * batch <= self.sizes) | (rule == "top_up")
         return not full.all()
-
-    @property
-    def federations(self) -> list[Federation]:
-        """The federation of each experiment."""
-        return [experiment.federation for experiment in self.experiments]
 
     def raw_weights(self, rule: str, methods: Any, data: Data) -> np.ndarray:
         """Aggregation weights [E, K] before normalisation.
@@ -136,11 +133,6 @@ class Planner:
                 name, value = type(experiment.method).__name__, row[invalid[0]]
                 raise UserError(f"{name}.weight must be finite and at least 0, not {value} as for client {invalid[0]}.")
         return weights
-
-    @property
-    def round_steps(self) -> np.ndarray:
-        """Steps of each client in a round [E, K]."""
-        return self.steps * self.epochs
 
     @property
     def everyone_trains(self) -> bool:
@@ -216,9 +208,9 @@ class Planner:
         shape: Any = {"steps": self.capacity, "quantum": blocks.quantum, "block": blocks.size}
         if program.devices == 1:
             return schedule.pack(batches, program.lanes, **shape), jobs
-        owners = owners_of(jobs.row % program.setting.num_clients, program.setting.num_clients)
-        ownership: Any = {"owners": owners, "processes": self.owners} if self.owners > 1 else {}
-        shares = schedule.divide(batches, program.lanes, program.devices, **shape, **ownership)
+        owners = None if self.storage.owners is None else self.storage.owners[jobs.row]
+        shape |= {"owners": owners, "processes": self.owners}
+        shares = schedule.divide(batches, program.lanes, program.devices, **shape)
         if program.split_clients:
             jobs = jobs._replace(slot=shares.position % shares.members.shape[1])
         if self.streamed:  # each device has the samples of its own jobs
@@ -233,9 +225,8 @@ class Planner:
 
     def _seen(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the clients' state that a round sees, and which of them train."""
-        if isinstance(plan, schedule.Plan) or not self.program.split_clients:
-            return jobs.row, jobs.steps > 0
-        jobs = schedule.jobs_of(jobs, plan.members.ravel())
+        if isinstance(plan, schedule.Shares) and self.program.split_clients:
+            jobs = schedule.jobs_of(jobs, plan.members.ravel())
         return jobs.row, jobs.steps > 0
 
     def sent(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs, round: int) -> Parcel:

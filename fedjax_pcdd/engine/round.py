@@ -30,12 +30,12 @@ def training_round(program: Program, methods, hyper, data, keys, state: State, s
       sent: plan, jobs and round number.
     """
     plan, jobs, round = opened(sent)
-    inputs = inputs_of(methods, hyper, data, keys, state.servers, jobs, round)
+    inputs = Work(methods, hyper, keys, state.servers, jobs, round).on(data)
     return _ended(program, inputs, keys, state, run_lanes(program, inputs, state, plan))
 
 
 class Work(NamedTuple):
-    """What all chunks share of a round that goes through its samples in chunks, on one device."""
+    """What a round reads besides samples: what its chunks share, if it goes through these in chunks."""
 
     methods: Any  # [E]
     hyper: Local  # [E]
@@ -45,8 +45,13 @@ class Work(NamedTuple):
     round: Any
 
     def on(self, data: Data) -> Inputs:
-        """What jobs read whose samples are among these."""
-        return inputs_of(self.methods, self.hyper, data, self.keys, self.servers, self.jobs, self.round)
+        """What jobs read whose samples are among these, with a key for each job."""
+
+        def job_key(number, experiment):
+            return jax.random.fold_in(jax.random.fold_in(self.keys[experiment], self.round), number)
+
+        job_keys = jax.vmap(job_key)(self.jobs.number, self.jobs.experiment)
+        return Inputs(self.methods, self.hyper, self.servers, data, self.jobs, job_keys, self.round)
 
 
 @full_precision
@@ -71,15 +76,6 @@ def end_round(program: Program, data: Data, kept, outcome: Outcome, work: Work) 
     """The result of such a round, of whose outcome clients and statistics come by themselves, as `kept`."""
     outcome = outcome._replace(clients=kept[0], statistics=kept[1])
     return _ended(program, work.on(data), work.keys, State(work.servers, (), ()), outcome)
-
-
-def inputs_of(methods, hyper, data, keys, servers, jobs, round) -> Inputs:
-    """What the jobs of a round read, with a key for each."""
-
-    def job_key(number, experiment):
-        return jax.random.fold_in(jax.random.fold_in(keys[experiment], round), number)
-
-    return Inputs(methods, hyper, servers, data, jobs, jax.vmap(job_key)(jobs.number, jobs.experiment), round)
 
 
 def _ended(program: Program, inputs: Inputs, keys, state: State, outcome: Outcome) -> tuple[State, Report]:

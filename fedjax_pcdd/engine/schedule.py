@@ -161,14 +161,14 @@ def job_batches(
     return [rows[start:stop] for start, stop in pairwise(edges)]
 
 
-def _counts(lengths: np.ndarray) -> np.ndarray:
-    """Counts 0, 1, ... below each of the lengths, one after another.
+def runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Runs of consecutive numbers with these starts and lengths, one run after another.
 
-    >>> _counts(np.array([2, 0, 3])).tolist()
-    [0, 1, 0, 1, 2]
+    >>> runs(np.array([5, 7, 0]), np.array([2, 0, 3])).tolist()
+    [5, 6, 0, 1, 2]
     """
-    stops = np.cumsum(lengths)
-    return np.arange(stops[-1] if len(stops) else 0) - np.repeat(stops - lengths, lengths)
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
 def endless_batches(
@@ -265,7 +265,7 @@ def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int, quantum: int 
     start, _, job, lane = job_layout.jobs.T
     if len(job):
         length = np.array(lengths)[job]
-        step = np.repeat(job_layout.edges[start], length) + _counts(length)
+        step = runs(job_layout.edges[start], length)
         indices[step, np.repeat(lane, length)] = np.concatenate([batches[j] for j in job.tolist()])
     return _segments(indices, job_layout, len(batches), block)
 

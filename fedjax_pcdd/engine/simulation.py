@@ -22,12 +22,11 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import Blocks, choose_blocks, client_pass
 from fedjax_pcdd.engine.devices import in_sentences
-from fedjax_pcdd.engine.evaluation import evaluation_batch
 from fedjax_pcdd.engine.evaluator import Evaluator
 from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.first_state import keeps, kept_of_client, server_and_clients
-from fedjax_pcdd.engine.mesh import EVERYWHERE, distribute, own_copy, owners_of, sharding
+from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
 from fedjax_pcdd.engine.program import (
     MODEL,
@@ -68,30 +67,6 @@ def _traced(local: Local) -> Local:
     momentum = local.momentum if local.optimizer == "sgd" else 0.0
     floats = {"lr": local.lr, "momentum": momentum, "weight_decay": local.weight_decay, "clip": clip}
     return replace(local, **{name: jnp.asarray(x, jnp.result_type(float)) for name, x in floats.items()})
-
-
-def _setting(
-    model: Classifier, image_shape: tuple[int, ...], experiments: Sequence[Experiment], rounds: int, weights: str,
-    steps: int, cohort: int, layers: tuple[tuple[str, ...], ...],
-) -> Setting:  # fmt: skip
-    federation, local = experiments[0].federation, experiments[0].local
-    client_classes = [(e.federation.class_counts > 0).sum(1) for e in experiments]
-    return Setting(
-        num_classes=model.num_classes,
-        feature_dim=feature_dim(model, image_shape),
-        num_clients=federation.num_clients,
-        rounds=rounds,
-        epochs=1 if local.local_steps else int(np.max(local.epochs)),
-        batch_size=local.batch_size,
-        normalised=normalises(model, image_shape),
-        one_class_clients=max(int((n == 1).sum()) for n in client_classes),
-        fewest_classes=min(int(n[n > 0].min(initial=federation.dataset.num_classes)) for n in client_classes),
-        rarest_class=min(int(e.federation.class_counts.sum(0).min()) for e in experiments),
-        own_weights=weights == "method",
-        steps=steps,
-        cohort=cohort,
-        own_layers=layers,
-    )
 
 
 def _check_samples(experiment: Experiment, public: Any, stream: int | None) -> None:
@@ -158,7 +133,7 @@ class Simulation(Planner):
         self.program = Program(
             model=model,
             method=type(experiments[0].method),
-            setting=_setting(model, shape, experiments, rounds, weights, int(self.round_steps.max()), cohort, layers),
+            setting=self._setting(model, rounds, weights, layers),
             pipeline=pipeline,
             lanes=self.execution.lanes,
             experiments=len(experiments),
@@ -191,8 +166,29 @@ class Simulation(Planner):
         lanes = max(1, min(execution.lanes, most))
         everyone = execution.devices == 1 and self.everyone_trains
         blocks = choose_blocks(self.round_steps.ravel(), most, lanes, everyone=everyone, size=execution.block)
-        eval_batch = execution.eval_batch or evaluation_batch(lanes * self.local.batch_size)
-        return replace(execution, lanes=lanes, eval_batch=eval_batch), blocks
+        # On a CPU few enough for its caches to hold their activations; elsewhere a training step needs more memory.
+        suitable = 100 if jax.default_backend() == "cpu" else max(500, lanes * self.local.batch_size)
+        return replace(execution, lanes=lanes, eval_batch=execution.eval_batch or suitable), blocks
+
+    def _setting(self, model: Classifier, rounds: int, weights: str, layers: tuple[tuple[str, ...], ...]) -> Setting:
+        federation, local = self.federations[0], self.experiments[0].local
+        client_classes = [(f.class_counts > 0).sum(1) for f in self.federations]
+        return Setting(
+            num_classes=model.num_classes,
+            feature_dim=feature_dim(model, self.image_shape),
+            num_clients=federation.num_clients,
+            rounds=rounds,
+            epochs=1 if local.local_steps else int(np.max(local.epochs)),
+            batch_size=local.batch_size,
+            normalised=normalises(model, self.image_shape),
+            one_class_clients=max(int((n == 1).sum()) for n in client_classes),
+            fewest_classes=min(int(n[n > 0].min(initial=federation.dataset.num_classes)) for n in client_classes),
+            rarest_class=min(int(f.class_counts.sum(0).min()) for f in self.federations),
+            own_weights=weights == "method",
+            steps=int(self.round_steps.max()),
+            cohort=self.cohort_size,
+            own_layers=layers,
+        )
 
     def _passes(self, size: int) -> dict[str, Any]:
         """The passes over clients' samples without training, in blocks of this size."""
@@ -229,9 +225,8 @@ class Simulation(Planner):
         self._begin, self._part, self._end = (compiled(part, self.program, **options) for part in parts)
         self._compiled_before = self._compiled
         self.evaluator = Evaluator(
-            program=self.program, traits=self.experiments[0].method.traits(), methods=self.methods, data=self.data,
-            storage=self.storage, streamed=self.streamed, weights=self.weights * (self.steps > 0),
-            cohort=self.cohort_size, fetched=self.execution.client_state != "device",
+            program=self.program, methods=self.methods, data=self.data, storage=self.storage, streamed=self.streamed,
+            weights=self.weights * (self.steps > 0), cohort=self.cohort_size,
         )  # fmt: skip
 
     def _make_arrays(self, public: Any, data: Data | None) -> None:
@@ -257,7 +252,8 @@ class Simulation(Planner):
         """How the results of a round are placed on several devices."""
         if self.program.devices == 1:
             return None
-        everywhere, clients = (sharding(self.program.devices, spec) for spec in (EVERYWHERE, self.storage.spec))
+        client_spec = SPLIT if self.program.split_clients else EVERYWHERE
+        everywhere, clients = (sharding(self.program.devices, spec) for spec in (EVERYWHERE, client_spec))
         return State(everywhere, clients, clients), everywhere
 
     def start(self, variables: Tree = None) -> State:
@@ -311,14 +307,12 @@ class Simulation(Planner):
         """One round, whose samples are sent in chunks, each while the device computes the one before."""
         chunks, kept, work = self._chunked_work(state, round, plan)
         carry: Any = None
-        data = self.data
         for chunk in chunks:
-            data = chunk.data
-            carry = carry or self._begin(data, kept, work)
-            carry = self._part(data, carry, work, chunk.plan, chunk.first, chunk.stop)
+            carry = carry or self._begin(chunk.data, kept, work)
+            carry = self._part(chunk.data, carry, work, chunk.plan, chunk.first, chunk.stop)
         outcome = carry[1]
         rest = outcome._replace(clients=(), statistics=())
-        return self._end(data, (outcome.clients, outcome.statistics), rest, work)
+        return self._end(self.data, (outcome.clients, outcome.statistics), rest, work)
 
     def _chunked_work(self, state: State, round: int, plan: Planned) -> tuple[Iterator[Chunk], Any, Work]:
         """The chunks of a round, its clients' states and statistics, and what the chunks share."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, sharding
+from fedjax_pcdd.engine.mesh import SPLIT, distribute, sharding
 from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.trees import on_leaves, select
@@ -44,11 +44,6 @@ class OnDevice:
     def __init__(self, rows: int, devices: int, owners: np.ndarray | None):
         """For R rows on D devices; owners: [R] the process whose devices train each, None for any."""
         self.rows, self.devices, self.owners = rows, devices, owners
-
-    @property
-    def spec(self):
-        """How the fetched state is placed on several devices."""
-        return SPLIT if self.split else EVERYWHERE
 
     def placed(self, state: State) -> State:
         """A new state, placed where it lives between rounds."""
@@ -92,19 +87,17 @@ class OnDevice:
                 [owned[np.minimum(np.arange(start, start + per_process), len(owned) - 1)] for owned in lists]
             )
 
-    def fetch_chunk(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
-        """The state with the clients of a portion, and their slots in it."""
-        if len(rows) >= self.rows:
-            return self.placed(state), rows
-        return State(state.servers, *select((state.clients, state.statistics), rows)), np.arange(len(rows))
-
     def portions(self, state: State, size: int | None = None) -> Iterator[Portion]:
         """All clients, in the portions that `chunks` gives."""
         visited = np.zeros(self.rows, bool)
         for rows in self.chunks(size):
             first = np.zeros(len(rows), bool)
             first[np.unique(rows, return_index=True)[1]] = True
-            portion_state, slots = self.fetch_chunk(state, rows)
+            if self.chunk or len(rows) >= self.rows:
+                portion_state, slots = self.fetch(state, rows), self.slots(rows)
+            else:  # some of the rows that are on the device
+                portion_state = State(state.servers, *select((state.clients, state.statistics), rows))
+                slots = np.arange(len(rows))
             yield Portion(portion_state, rows, slots, first & ~visited[rows])
             visited[rows] = True
 
@@ -211,10 +204,6 @@ class OnHost(OnDevice):
         """Slots of a round's jobs: one for each."""
         return np.arange(len(rows), dtype=np.int32)
 
-    def fetch_chunk(self, state, rows):
-        """The state with the clients of a portion, and their slots in it."""
-        return self.fetch(state, rows), self.slots(rows)
-
     def fetch(self, state, rows):
         """The state with the clients of these rows alone, on the device."""
         ahead = self._ahead
@@ -227,7 +216,7 @@ class OnHost(OnDevice):
 
     def _gather(self, state: State, rows: np.ndarray) -> tuple[Tree, Tree]:
         def of_devices(x: np.ndarray) -> jax.Array:
-            shape, target = (len(rows), *x.shape[1:]), sharding(self.devices, self.spec)
+            shape, target = (len(rows), *x.shape[1:]), sharding(self.devices, SPLIT)
             assert target is not None
             read = lambda index: self.get(x, rows[(index or (slice(None),))[0]])  # noqa: E731
             return jax.make_array_from_callback(shape, target, read)
@@ -244,33 +233,23 @@ class OnHost(OnDevice):
     def store(self, state, after, rows, trained):
         """The state after a round: rows that took part are written to host memory, which waits for the round."""
 
-        def scatter(tree, new):
-            def write(old, value):
-                for part, values in _parts(value):
-                    mask = trained[part]
-                    self.put(old, rows[part][mask], values if mask.all() else values[mask])
-                return old
+        def write(old, value):
+            for part, values in _parts(value):
+                mask = trained[part]
+                self.put(old, rows[part][mask], values if mask.all() else values[mask])
+            return old
 
-            return jax.tree.map(write, tree, new)
-
-        clients, statistics = scatter(state.clients, after.clients), scatter(state.statistics, after.statistics)
+        new = after.clients, after.statistics
+        clients, statistics = jax.tree.map(write, (state.clients, state.statistics), new)
         self._changed[rows[trained]] = True
         self.release()
-        if self._ahead:
-            self._ahead = self._patched(
-                self._ahead, (clients, statistics), (after.clients, after.statistics), rows, trained
-            )
+        if ahead := self._ahead:  # rows that were trained meanwhile are replaced by their new state
+            source = np.full(self.rows, -1, np.int32)
+            source[rows[trained]] = np.flatnonzero(trained)
+            source = source[ahead.rows]
+            held = _replaced(ahead.held, new, source=source) if (source >= 0).any() else ahead.held
+            self._ahead = ahead._replace(kept=(clients, statistics), held=held)
         return State(after.servers, clients, statistics)
-
-    def _patched(
-        self, ahead: Ahead, kept: tuple[Tree, Tree], new: Tree, rows: np.ndarray, trained: np.ndarray
-    ) -> Ahead:
-        """Rows fetched ahead, with those that were trained meanwhile replaced by their new state [J, ...]."""
-        source = np.full(self.rows, -1, np.int32)
-        source[rows[trained]] = np.flatnonzero(trained)
-        source = source[ahead.rows]
-        held = _replaced(ahead.held, new, source=source) if (source >= 0).any() else ahead.held
-        return ahead._replace(kept=kept, held=held)
 
 
 def _no_room(size: int, error: OSError) -> UserError:

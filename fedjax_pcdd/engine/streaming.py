@@ -8,7 +8,7 @@ Letters: J jobs, R rows, M samples of a shard, D devices, L lanes.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.data.mapped import Rows
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, mesh_of, sharding
 from fedjax_pcdd.engine.program import Data, Samples, samples_of, tests_of
-from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares, jobs_of
+from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares, jobs_of, runs
 from fedjax_pcdd.errors import UserError
 
 _SHARDED = Samples(SPLIT, SPLIT, EVERYWHERE, SPLIT, EVERYWHERE, SPLIT, SPLIT)
@@ -60,31 +60,24 @@ class Split:
         Without a capacity they have the room that every round has.
         """
         sizes = self.lists.sizes[rows]
-        ends = np.cumsum(sizes)
-        first, total = ends - sizes, int(ends[-1]) if len(ends) else 0
+        total = int(sizes.sum())
         numbers = np.zeros(self.room_of(capacity) if capacity else self.room, np.int32)
-        numbers[:total] = self.lists.flat[np.repeat(self.lists.starts[rows] - first, sizes) + np.arange(total)]
+        numbers[:total] = self.lists.flat[runs(self.lists.starts[rows], sizes)]
         start, row_numbers = self._table(capacity or self.rows)
-        start[: len(rows)], row_numbers[: len(rows)] = first, rows
+        start[: len(rows)], row_numbers[: len(rows)] = np.cumsum(sizes) - sizes, rows
         return self._samples(numbers, total, start, row_numbers)
 
     def chunk(self, numbers: np.ndarray) -> Samples:
         """Samples by their numbers, which belong to no row."""
         return self._samples(numbers.astype(np.int32), len(numbers), *self._table(1))
 
-    def nothing(self) -> Samples:
-        """Samples of no row: only how many each row has is known."""
-        return self._samples(np.zeros(0, np.int32), 0, *self._table(1))
-
     def _table(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         """Starts and numbers of `capacity` rows, all unset."""
         return np.zeros(capacity, np.int32), np.full(capacity, len(self.lists), np.int32)
 
     def _samples(self, numbers: np.ndarray, total: int, start: np.ndarray, rows: np.ndarray) -> Samples:
-        images, labels = (
-            np.zeros((len(numbers), *self.images.shape), self.images.dtype),
-            np.zeros(len(numbers), np.int32),
-        )
+        images = np.zeros((len(numbers), *self.images.shape), self.images.dtype)
+        labels = np.zeros(len(numbers), np.int32)
         self.images.read(numbers[:total], images)
         labels[:total] = self.labels[numbers[:total]]
         arrays: Any = images, labels, _order(max(1, len(numbers))), start, self.sizes, numbers, rows
@@ -125,7 +118,7 @@ class Streamed:
         dataset, partitions = federations[0].dataset, [f.partition for f in federations]
         counts = np.concatenate([f.class_counts for f in federations])
         train, (images, labels, test) = Lists.join([p.train for p in partitions]), tests_of(federations)
-        self._federations, self._whole = federations, None
+        self._federations = federations
         self.memory, self.devices, self.lanes, self.whole = memory, devices, lanes, len(labels)
         self.train = Split(dataset.x_train, dataset.y_train, train, rows)
         self.test = Split(images, labels, test, rows)
@@ -135,7 +128,7 @@ class Streamed:
             self.train.room, self.test.room = rooms
         public = () if public is None else jnp.asarray(public)
         counts = jnp.asarray(counts, jnp.result_type(float))
-        train, test = (self._placed(split.nothing()) for split in (self.train, self.test))
+        train, test = (self._placed(split.chunk(np.zeros(0))) for split in (self.train, self.test))  # sizes alone
         self.known = distribute(Data(train, test, counts, public), devices)
         self._ahead: tuple[np.ndarray, Data] | None = None
 
@@ -252,21 +245,20 @@ class Streamed:
             numbers = (chunk[None, :] + batches * np.arange(batch)[:, None]).ravel()
             yield self.known._replace(test=self._placed(self.test.chunk(numbers[numbers < self.whole])))
 
+    @cached_property
     def tests(self) -> Samples:
         """All test samples on the device, for what needs them all at once; they stay there.
 
         Raises:
           UserError: the memory does not hold them.
         """
-        if self._whole is None:
-            size = self.whole * self.test.images.width
-            if size > self.memory:
-                raise UserError(
-                    f"`track` looks at all test samples, {size / 1e6:.3g} MB, more than the {self.memory / 1e6:.3g} MB "
-                    "of `data_memory`: allow more, or leave it out."
-                )
-            self._whole = samples_of(*tests_of(self._federations))
-        return self._whole
+        size = self.whole * self.test.images.width
+        if size > self.memory:
+            raise UserError(
+                f"`track` looks at all test samples, {size / 1e6:.3g} MB, more than the {self.memory / 1e6:.3g} MB "
+                "of `data_memory`: allow more, or leave it out."
+            )
+        return samples_of(*tests_of(self._federations))
 
 
 def _members(plan: Plan | Shares, jobs: Jobs) -> np.ndarray:
@@ -293,6 +285,6 @@ def renumbered(indices: np.ndarray, sizes: np.ndarray, jobs: np.ndarray) -> np.n
     [-1, 2, 0]
     """
     job_sizes, table = sizes[jobs], np.zeros(sizes.sum() + 1, np.int32)
-    starts, first = np.cumsum(sizes) - sizes, np.cumsum(job_sizes) - job_sizes
-    table[np.repeat(starts[jobs] - first, job_sizes) + np.arange(job_sizes.sum())] = np.arange(job_sizes.sum())
+    starts = np.cumsum(sizes) - sizes
+    table[runs(starts[jobs], job_sizes)] = np.arange(job_sizes.sum())
     return np.where(indices >= 0, table[indices], -1).astype(np.int32)

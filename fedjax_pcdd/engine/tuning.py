@@ -108,9 +108,9 @@ def _probed_steps(simulation: Simulation, state: State) -> tuple[Callable, tuple
     @full_precision
     def run(inputs, state, indices, steps):
         def load_one(lane, lanes):
-            return put(lanes, lane, load(program, inputs, state.clients, state.statistics, lane % len(jobs.row), 0))
+            return put(lanes, lane, load(program, inputs, state, lane % len(jobs.row), 0))
 
-        shapes = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
+        shapes = jax.eval_shape(lambda: load(program, inputs, state, 0, 0))
         lanes = zeros_like(shapes, program.lanes)
         lanes = jax.lax.fori_loop(0, program.lanes, load_one, lanes)
         step = lift(lambda lane, index: train_step(program, inputs, lane, index, 0), program.lanes)

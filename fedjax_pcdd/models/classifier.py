@@ -96,10 +96,8 @@ class Classifier(Typed):
         features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
         if not self.head:
             return Outputs(features, None)
-        inits: dict[str, Any] = (
-            {"kernel_init": own_head.kernel_init, "bias_init": own_head.bias_init} if own_head else {}
-        )
-        head = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head", **inits)
+        inits = (own_head.kernel_init, own_head.bias_init) if own_head else ()
+        head = Linear(self.num_classes, self.head_bias, *inits, param_dtype=self.param_dtype, name="head")
         return Outputs(features, self.kept(head(features)))
 
 

@@ -1,6 +1,6 @@
 """Small convolutional networks: two 5x5 convolutions with ReLU and 2x2 max-pool, then linear layers."""
 
-from typing import Any
+from functools import partial
 
 import flax.linen as nn
 
@@ -32,21 +32,11 @@ class CNN(Typed):
         return x
 
 
-def simple_cnn(**types: Any) -> CNN:
-    """The CNN of MOON and FedRL: 62 006 parameters on 32x32x3 with 10 classes."""
-    return CNN((6, 16), (120, 84), "VALID", **types)
-
-
-def fedrl_cnn(**types: Any) -> CNN:
-    """The CNN of FedRL on MNIST and Fashion-MNIST, sizes inferred: 34 622 parameters on 28x28x1 with 10 classes."""
-    return CNN((6, 16), (120,), "VALID", **types)
-
-
-def mcmahan_cnn(**types: Any) -> CNN:
-    """The CNN of McMahan et al., AISTATS 2017: 1 663 370 parameters on 28x28x1 with 10 classes."""
-    return CNN((32, 64), (512,), "SAME", **types)
-
-
-def femnist_cnn(**types: Any) -> CNN:
-    """The CNN of LEAF, Caldas et al., 2018: 6 603 710 parameters on 28x28x1 with 62 classes."""
-    return CNN((32, 64), (2048,), "SAME", **types)
+simple_cnn = partial(CNN, (6, 16), (120, 84), "VALID")
+"""The CNN of MOON and FedRL: 62 006 parameters on 32x32x3 with 10 classes."""
+fedrl_cnn = partial(CNN, (6, 16), (120,), "VALID")
+"""The CNN of FedRL on MNIST and Fashion-MNIST, sizes inferred: 34 622 parameters on 28x28x1 with 10 classes."""
+mcmahan_cnn = partial(CNN, (32, 64), (512,), "SAME")
+"""The CNN of McMahan et al., AISTATS 2017: 1 663 370 parameters on 28x28x1 with 10 classes."""
+femnist_cnn = partial(CNN, (32, 64), (2048,), "SAME")
+"""The CNN of LEAF, Caldas et al., 2018: 6 603 710 parameters on 28x28x1 with 62 classes."""

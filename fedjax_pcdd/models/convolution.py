@@ -113,16 +113,12 @@ def _convolve(x, w, window, choices):
     return _operation("forward", window, choices)(x, w)
 
 
-def _convolve_forward(x, w, window, choices):
-    return _convolve(x, w, window, choices), (x, w)
-
-
 def _convolve_backward(window, choices, residuals, dy):
     x, w = residuals
     return _operation("input_gradient", window, choices)(dy, w), _operation("weight_gradient", window, choices)(x, dy)
 
 
-_convolve.defvjp(_convolve_forward, _convolve_backward)
+_convolve.defvjp(lambda x, w, *static: (_convolve(x, w, *static), (x, w)), _convolve_backward)
 
 
 @functools.cache

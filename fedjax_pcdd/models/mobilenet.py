@@ -12,32 +12,13 @@ Kernels start uniform within +-1 / sqrt(fan_in), as in the reference framework. 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import flax.linen as nn
 
 from fedjax_pcdd.models.layers import ConvNorm, Normalised, global_average
 
-
-class Stage(NamedTuple):
-    """Blocks of one stage; the stride is that of the first block."""
-
-    expand: int
-    features: int
-    blocks: int
-    stride: int
-
-
-V2 = (
-    Stage(1, 16, 1, 1),
-    Stage(6, 24, 2, 1),
-    Stage(6, 32, 3, 2),
-    Stage(6, 64, 4, 2),
-    Stage(6, 96, 3, 1),
-    Stage(6, 160, 3, 2),
-    Stage(6, 320, 1, 1),
-)
-"""The stages of MobileNetV2 for small images."""
+V2 = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+"""The stages of MobileNetV2 for small images: expansion, output channels, blocks, stride of the first block."""
 
 
 class InvertedBlock(Normalised):
@@ -76,12 +57,12 @@ class MobileNet(Normalised):
     """[B, H, W, channels] to [B, last], the global average in at least float32.
 
     Attributes:
-      stages: of inverted blocks.
+      stages: of inverted blocks, as in `V2`.
       stem: channels of the first convolution.
       last: channels of the 1x1 convolution before the average.
     """
 
-    stages: Sequence[Stage] = V2
+    stages: Sequence[tuple[int, int, int, int]] = V2
     stem: int = 32
     last: int = 1280
 

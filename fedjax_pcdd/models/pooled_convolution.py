@@ -8,11 +8,9 @@ Letters: B batch, H x W image, h x w output of the convolution, I and O channels
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fedjax_pcdd.models.convolution import plain_window
 from fedjax_pcdd.models.convolution_forms import (
@@ -103,34 +101,16 @@ def _order(window: Window, outputs: int) -> tuple[int, ...]:
     return (*range(0, width, 2), *range(1, width, 2))
 
 
-def _one_after_another(function: Callable) -> Callable:
-    """Make a function run for one lane after another under vmap."""
-    sequential = jax.custom_batching.custom_vmap(function)
-
-    @sequential.def_vmap
-    def over_lanes(lanes, batched, *arguments):
-        del lanes
-
-        def one(operands):
-            operands = iter(operands)
-            return sequential(*(next(operands) if b else a for a, b in zip(arguments, batched, strict=True)))
-
-        results = lax.map(one, [a for a, b in zip(arguments, batched, strict=True) if b])
-        return results, jax.tree.map(lambda _: True, results)
-
-    return sequential
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _in_blocks(x, w, window: Window, choices: Choices | Listing):
     """[B, H, W, I] and [kh, kw, I, O] to [B, h, w / n, n * O]."""
     del choices
     columns = _order(window, w.shape[3])
-    return _one_after_another(lambda x, w: forward_in_blocks(x, w, window, columns))(x, w)
+    return jax.custom_batching.sequential_vmap(lambda x, w: forward_in_blocks(x, w, window, columns))(x, w)
 
 
 def _in_blocks_backward(window: Window, choices: Choices | Listing, operands, dz):
-    return _one_after_another(functools.partial(_gradients, window, choices))(*operands, dz)
+    return jax.custom_batching.sequential_vmap(functools.partial(_gradients, window, choices))(*operands, dz)
 
 
 def _gradients(window: Window, choices: Choices | Listing, x, w, dz):

@@ -199,7 +199,7 @@ def _has_samples(simulation: Any, all_clients: bool) -> bool:
 
 def _with_tests(simulation: Any, data: Data) -> Data:
     """The data with all test samples."""
-    return data._replace(test=simulation.streamed.tests()) if simulation.streamed else data
+    return data._replace(test=simulation.streamed.tests) if simulation.streamed else data
 
 
 def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row, logits) -> Tree:

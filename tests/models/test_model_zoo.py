@@ -17,7 +17,7 @@ from fedjax_pcdd.models.efficientnet import InvertedBlock as EfficientBlock
 from fedjax_pcdd.models.efficientnet import Stage as EfficientStage
 from fedjax_pcdd.models.googlenet import GoogLeNet, Inception, Widths
 from fedjax_pcdd.models.layers import ConvNorm, average_pool, max_pool
-from fedjax_pcdd.models.mobilenet import InvertedBlock, MobileNet, Stage
+from fedjax_pcdd.models.mobilenet import InvertedBlock, MobileNet
 from fedjax_pcdd.models.resnet import Block, ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleBlock, ShuffleNet, shuffle
 from fedjax_pcdd.models.wide_resnet import WideBlock
@@ -27,7 +27,7 @@ FEATURES = {"resnet10": 512, "resnet12": 512, "mobilenet_v2": 1280, "googlenet":
 KERNEL_INITS_OF = {"resnet10": "uniform", "resnet12": "uniform", "efficientnet_b0": "uniform", "resnet18": "fan_out"}
 SMALL = (8, 8, 3)
 NARROW = {
-    "mobilenet": MobileNet((Stage(1, 6, 1, 1), Stage(2, 8, 1, 2)), stem=4, last=8),
+    "mobilenet": MobileNet(((1, 6, 1, 1), (2, 8, 1, 2)), stem=4, last=8),
     "googlenet": GoogLeNet(((), (Widths(3, 2, 4, 1, 2, 3),)), stem=4),
     "shufflenet": ShuffleNet((16,), (2,), stem=8),
 }
