@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.analysis.curves import COLOURS, frame
+from fedjax_pcdd.analysis.curves import COLOURS, frame, new_figure
 
 
 class Burden(NamedTuple):
@@ -32,9 +32,7 @@ def pareto(burdens: Sequence[Burden]) -> list[Burden]:
 
 def draw_burdens(burdens: Sequence[Burden], path: str | Path) -> None:
     """Draw memory and time as bars, and accuracy over time with the Pareto points joined."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.0, 4.0), dpi=100, layout="constrained")
+    figure = new_figure(10.0, 4.0)
     bars, scatter = figure.subplots(1, 2)
     positions, time = np.arange(len(burdens)), bars.twinx()
     bars.bar(positions - 0.2, [entry.held / 1e6 for entry in burdens], 0.4, color=COLOURS[0])

@@ -53,6 +53,13 @@ def series(rows: Iterable[Mapping[str, Any]], *names: str, factor: float = 1.0) 
     return np.array([x for x, _ in points], int), factor * np.array([y for _, y in points], float)
 
 
+def new_figure(width: float, height: float, dpi: int = 100) -> Any:
+    """A figure of this size in inches; matplotlib is imported when the first one is drawn."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+
+
 def curve(axes: Any, x: np.ndarray, y: np.ndarray, *, deviation: np.ndarray | None = None, **style: Any) -> None:
     """Draw a curve, with markers if there are few points.
 
@@ -102,10 +109,8 @@ def draw_curves(
       title: above the curves.
       best: the best rounds of "ga" and "pa", by what chose them; None where there is none.
     """
-    from matplotlib.figure import Figure
-
     rows = list(rows)
-    figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
+    figure = new_figure(7.5, 5.2, dpi=150)
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
     curves = {name: points for name in ("ga", "pa") if len((points := series(rows, name, factor=100))[0])}
     for name, (rounds, values) in curves.items():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.analysis.curves import add_legend, curve, frame, look, series
+from fedjax_pcdd.analysis.curves import add_legend, curve, frame, look, new_figure, series
 
 Sample = tuple[np.ndarray, np.ndarray]  # features [n, D] and labels [n]
 LAST = 20  # number of rounds whose changes are averaged
@@ -50,11 +50,10 @@ def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: st
       panels: for each row its panels' titles and samples; all rows have the same length.
       path: of the PNG file.
     """
-    from matplotlib.figure import Figure
     from sklearn.manifold import TSNE
 
     columns = max(map(len, panels.values()))
-    figure = Figure(figsize=(2.6 * columns + 0.4, 2.7 * len(panels)), dpi=100, layout="constrained")
+    figure = new_figure(2.6 * columns + 0.4, 2.7 * len(panels))
     axes = figure.subplots(len(panels), columns, squeeze=False)
     for row, (name, row_panels) in zip(axes, panels.items(), strict=True):
         for panel, (title, (features, labels)) in zip(row, row_panels, strict=True):
@@ -80,9 +79,7 @@ def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: 
       top: an answer is right if the label is among the first `top`.
       path: of the PNG file.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.6), dpi=100, layout="constrained")
+    figure = new_figure(9.0, 3.6)
     left, right = figure.subplots(1, 2)
     for i, (label, rows) in enumerate(runs.items()):
         colour, style = look(i)
@@ -102,9 +99,7 @@ def draw_bars(panels: Mapping[str, Mapping[str, Sequence[float]]], groups: Seque
       groups: names below the bars.
       path: of the PNG file.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(panels), 3.4), dpi=100, layout="constrained")
+    figure = new_figure(4.6 * len(panels), 3.4)
     for panel, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         width, ticks = 0.8 / len(bars), np.arange(len(groups))
         for i, (label, shares) in enumerate(bars.items()):

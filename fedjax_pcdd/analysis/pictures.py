@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pcdd.analysis.curves import add_legend, curve, frame, look, series
+from fedjax_pcdd.analysis.curves import add_legend, curve, frame, look, new_figure, series
 from fedjax_pcdd.losses.correlation import cross_correlation
 from fedjax_pcdd.registry import short_name
 
@@ -56,13 +56,11 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
       runs: lines of track.jsonl by the run's label; "" for a single run.
       path: of the PNG file.
     """
-    from matplotlib.figure import Figure
-
     panels = panels_of(name, runs)
     if not panels:
         return
     number = len(panels) + (name == "spectrum")
-    figure = Figure(figsize=(1.2 + 3.6 * max(number, 1.2), 3.6), dpi=100, layout="constrained")
+    figure = new_figure(1.2 + 3.6 * max(number, 1.2), 3.6)
     axes = figure.subplots(1, number, squeeze=False)[0]
     for panel, (title, label, key) in zip(axes, panels, strict=False):
         _curves(panel, name, runs, key)
@@ -83,11 +81,9 @@ def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str 
       groups: lines of track.jsonl by group and by the run's label; a label has the same colour in all groups.
       path: of the PNG file.
     """
-    from matplotlib.figure import Figure
-
     rows = [("classes that a client has", "existing"), ("classes that it lacks", "missing")]
     labels = list(dict.fromkeys(label for runs in groups.values() for label in runs))
-    figure = Figure(figsize=(1.2 + 3.4 * len(groups), 6.4), dpi=100, layout="constrained")
+    figure = new_figure(1.2 + 3.4 * len(groups), 6.4)
     panels = figure.subplots(2, len(groups), squeeze=False, sharey="row")
     for column, (group, runs) in zip(panels.T, groups.items(), strict=True):
         for panel, (title, key) in zip(column, rows, strict=True):
@@ -146,9 +142,7 @@ def draw_bilateral(
       pa: name of PA, which tells when it is measured.
       reference: name of the dashed lines in the panel of PA.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 3.6), dpi=100, layout="constrained")
+    figure = new_figure(8.0, 3.6)
     panels = figure.subplots(1, 2)
     for i, (label, numbers) in enumerate(curves.items()):
         energies, *accuracies = numbers.T
@@ -193,10 +187,8 @@ def draw_matrices(
       private: [K, C, C], computed on each participant's own images, for a second row.
       clip: draw negative entries as 0, as the published code does.
     """
-    from matplotlib.figure import Figure
-
     rows = [row for row in (matrices, private) if row is not None]
-    figure = Figure(figsize=(1 + 2.4 * len(matrices), 0.4 + 2.4 * len(rows)), dpi=120, layout="constrained")
+    figure = new_figure(1 + 2.4 * len(matrices), 0.4 + 2.4 * len(rows), dpi=120)
     panels = figure.subplots(len(rows), len(matrices), squeeze=False)
     for line, row_matrices, title in zip(panels, rows, ("public images", "own images"), strict=False):
         for panel, matrix, name in zip(line, row_matrices, names, strict=True):

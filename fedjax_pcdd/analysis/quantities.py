@@ -151,7 +151,7 @@ _OWN = {
     "classes": Quantity(
         "accuracy on the classes that a client has, and on those that it lacks",
         _class_accuracies, lambda view, probe: _class_accuracies(view),
-        lambda shares: {name: np.asarray(value, float) for name, value in shares.items()},
+        lambda shares: shares,
         lambda shares, counts, labels, classes: {
             name: mean_of(np.asarray(value, float)[counts]) for name, value in shares.items()
         },
@@ -171,14 +171,13 @@ _OWN = {
     ),
     "intra": Quantity(
         "FedMR's intra-class loss, whatever the method trains (FedMR, Figure 7)",
-        _client_intra, _test_intra, lambda losses: {"loss": np.asarray(losses, float)},
-        lambda loss, counts, labels, classes: {"loss": float(loss)},
+        _client_intra, _test_intra,
+        lambda losses: {"loss": losses}, lambda loss, counts, labels, classes: {"loss": loss},
     ),
     "gradients": Quantity(
         "norm of the gradients before clipping, share of clipped steps, norm of the backbone's weights",
         _client_steps, lambda view, probe: _backbone_norm(view),
-        lambda steps: {name: np.asarray(value, float) for name, value in steps.items()},
-        lambda norm, counts, labels, classes: {"weights": float(norm)}, of_steps=True,
+        lambda steps: steps, lambda norm, counts, labels, classes: {"weights": norm}, of_steps=True,
     ),
 }  # fmt: skip
 

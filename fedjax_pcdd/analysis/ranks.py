@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import rankdata, studentized_range, t
 
+from fedjax_pcdd.analysis.curves import new_figure
+
 DRAWS = 2000  # of the bootstrap
 ROUNDING = 1e-9  # differences of mean ranks below this are none
 
@@ -128,11 +130,9 @@ def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
       ranks: of these methods.
       path: of the PNG file.
     """
-    from matplotlib.figure import Figure
-
     order = np.argsort(ranks.mean, kind="stable")
     mean, low, high = ranks.mean[order], ranks.low[order], ranks.high[order]
-    figure = Figure(figsize=(8.0, 1.2 + 0.2 * len(names)), dpi=100, layout="constrained")
+    figure = new_figure(8.0, 1.2 + 0.2 * len(names))
     panel, positions = figure.subplots(), np.arange(len(names))
     panel.errorbar(mean, positions, xerr=np.maximum(0, [mean - low, high - mean]), fmt="o", markersize=4, capsize=2)
     for number, (first, last) in enumerate(cliques(mean, ranks.critical)):

@@ -65,20 +65,16 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...], pub
     down = sum(x.size for x, used, moves in leaves if used and moves)
     held_sizes = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
     params = lane.variables["params"]
+    own = {name: tree for name, tree in _fresh(simulated).items() if name in lane.variables}
     traits = method.traits()
     exchanges, averaged = traits.exchange != "never", size(client) if traits.averages != "never" else 0
     logits, aims = _exchanged(simulated, method, client, image_shape, public) if exchanges else (0, 0)
     return Traffic(
         up=_travelling(sent) + logits + averaged, down=down + aims + averaged,
         client=size(client), held=size(lane.variables) + sum(held_sizes),
-        model=size(_model_part(simulated, lane.variables)), head=size(params.get("head", {})),
+        model=size(own), head=size(params.get("head", {})),
         features=simulated.program.setting.feature_dim, public=public,
     )  # fmt: skip
-
-
-def uploaded(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> int:
-    """Scalars that `Method.upload` sends, without outputs for public images; arguments as for `traffic`."""
-    return _travelling(_traced(_simulation(method, model, image_shape, PUBLIC))[-1])
 
 
 def _travelling(sent: Message) -> int:
@@ -96,8 +92,7 @@ def _traced(simulated: Simulation) -> tuple["_Job", Tree, Tree, Any, Message]:
 
 def _begun(simulated: Simulation) -> tuple[Tree, Tree]:
     """Shapes of the server's and a client's state before the first round."""
-    shape = simulated.image_shape
-    fresh = jax.eval_shape(lambda: initialise(simulated.program.model, jax.random.key(0), shape))
+    fresh = _fresh(simulated)
 
     def begin():
         state = simulated.start(jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), fresh))
@@ -195,12 +190,9 @@ def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message)
     return [after is not old for after, old in zip(jaxpr.outvars, before, strict=True)]
 
 
-def _model_part(simulated: Simulation, variables: Tree) -> Tree:
-    """The variables of the model itself; methods may train further ones."""
-    model_variables = jax.eval_shape(
-        lambda: simulated.program.model.init(jax.random.key(0), jnp.zeros((1, *simulated.image_shape)), train=False)
-    )
-    return {name: tree for name, tree in model_variables.items() if name in variables}
+def _fresh(simulated: Simulation) -> Tree:
+    """Shapes of the model's own variables; methods may train further ones."""
+    return jax.eval_shape(lambda: initialise(simulated.program.model, jax.random.key(0), simulated.image_shape))
 
 
 def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...], number: int) -> Simulation:
@@ -289,7 +281,8 @@ class Upload(NamedTuple):
 def upload(column: Column) -> Upload:
     """Counts for a column of the table; its model is traced, not run."""
     model = models.build(column.model, num_classes=column.classes, image_shape=column.shape)
-    fedavg, fedmr = (uploaded(METHODS[name](), model, column.shape) for name in ("fedavg", "fedmr"))
+    simulated = (_simulation(METHODS[name](), model, column.shape, PUBLIC) for name in ("fedavg", "fedmr"))
+    fedavg, fedmr = (_travelling(_traced(simulation)[-1]) for simulation in simulated)
     counters = models.sizes(model, column.shape).full - fedavg
     return Upload(fedavg, fedmr, counters, fedmr - fedavg - column.classes)
 

@@ -162,9 +162,7 @@ def pipeline(
     if drawn:
         window = window_of(height)
         return replace(plain, own=drawn_once(window, seed) if augment else None, window=window)
-    if not augment:
-        return plain
-    return usual
+    return usual if augment else plain
 
 
 def public_pipeline(name: str, side: int = 32) -> Pipeline:

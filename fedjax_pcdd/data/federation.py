@@ -47,9 +47,10 @@ class Federation:
             raise UserError("a partition needs as many test lists as training lists, and at least one.")
         for part, lists in zip(("training", "test"), self.partition, strict=True):
             whole_numbers(lists, "the partition", part)
-        object.__setattr__(self, "partition", Partition(*map(Lists.of, self.partition)))
-        validation = self._lists[0] if self.validation is None else self._validation(self.validation)
-        for part, lists in (("train", self._lists[0]), ("train", validation), ("test", self._lists[1])):
+        train, test = map(Lists.of, self.partition)
+        object.__setattr__(self, "partition", Partition(train, test))
+        validation = train if self.validation is None else self._validation(self.validation)
+        for part, lists in (("train", train), ("train", validation), ("test", test)):
             samples = len(getattr(self.dataset, f"y_{part}"))
             outside = lists.flat[(lists.flat < 0) | (lists.flat >= samples)]
             if outside.size:
@@ -57,7 +58,7 @@ class Federation:
                     f"the partition has {part} sample {outside[0]}, and '{self.dataset.name}' has {samples}, counted "
                     "from 0: make the partition for this data set."
                 )
-        trained = [] if self.validation is None else np.intersect1d(validation.flat, self._lists[0].flat)
+        trained = [] if self.validation is None else np.intersect1d(validation.flat, train.flat)
         if len(trained):
             raise UserError(f"sample {trained[0]} is in a validation and in a training list: take it out of one.")
 
@@ -74,10 +75,6 @@ class Federation:
         return lists
 
     @property
-    def _lists(self) -> tuple[Lists, Lists]:
-        return Lists.of(self.partition.train), Lists.of(self.partition.test)
-
-    @property
     def num_clients(self) -> int:
         """K."""
         return len(self.partition.train)
@@ -90,12 +87,12 @@ class Federation:
     @property
     def sizes(self) -> np.ndarray:
         """Training samples n_k of each client, [K] int64."""
-        return self._lists[0].sizes
+        return Lists.of(self.partition.train).sizes
 
     @property
     def test_sizes(self) -> np.ndarray:
         """Test samples of each client, [K] int64."""
-        return self._lists[1].sizes
+        return Lists.of(self.partition.test).sizes
 
     @property
     def tested_sizes(self) -> np.ndarray:

@@ -94,12 +94,16 @@ def following(train: Sequence[np.ndarray], y_train: ArrayLike, y_test: ArrayLike
     num_classes = 1 + max(int(y_test.max()), int(y_train.max(initial=0)))
     counts, tests = class_counts(y_train, train, num_classes), np.bincount(y_test, minlength=num_classes)
     ends = np.rint(np.cumsum(counts, 0) / np.maximum(counts.sum(0), 1) * tests).astype(int)
-    dealt = np.diff(ends, axis=0, prepend=0)
-    owners = np.repeat(np.tile(np.arange(len(train)), num_classes), dealt.T.ravel())
     members = np.argsort(y_test, kind="stable")
-    ranks = np.arange(len(y_test)) - np.repeat(np.cumsum(tests) - tests, tests)
-    members = members[ranks < np.repeat(ends[-1], tests)]  # a class without training samples is not tested
-    return Lists(members[np.argsort(owners, kind="stable")], dealt.sum(1))
+    members = members[(counts.sum(0) > 0)[y_test[members]]]  # a class without training samples is not tested
+    return cut(members, np.diff(ends, axis=0, prepend=0).T)
+
+
+def cut(members: np.ndarray, shares: np.ndarray) -> Lists:
+    """The lists of the K clients, class by class, from samples ordered by class and shares [C, K]."""
+    classes, clients = shares.shape
+    owners = np.repeat(np.tile(np.arange(clients), classes), shares.ravel())
+    return Lists(members[np.argsort(owners, kind="stable")], shares.sum(0))
 
 
 def save_partition(

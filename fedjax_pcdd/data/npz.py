@@ -187,8 +187,6 @@ def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapp
     """
     coded = f"{key}_delta" in archive.names
     name = f"{key}_delta" if coded else key
-    if name not in archive.names:
-        raise UserError(f"{key} is missing; it needs x_train, y_train, x_test and y_test.")
     shape, fortran, dtype = archive.header(name)
     if coded and (dtype != np.uint8 or len(shape) != 4 or shape[1] != 3):
         raise UserError(f"{name} must be uint8 [n, 3, H, W], not {dtype} {list(shape)}.")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_pcdd.data.lists import Lists, Partition, check_labels, checked, load_partition
+from fedjax_pcdd.data.lists import Lists, Partition, check_labels, checked, cut, load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, from_outside, is_import_path, located, nearest_part
 
@@ -147,7 +147,7 @@ def dirichlet(
     for _ in range(max_tries):
         drawn = _draw(splits, clients, beta, rng)
         if drawn[0][1].sum(0).min() >= least:
-            train, test = (_cut(shuffled, shares) for shuffled, shares in drawn)
+            train, test = (cut(np.concatenate(shuffled), shares) for shuffled, shares in drawn)
             for indices in (*train, *test):  # views, shuffled in place
                 rng.shuffle(indices)
             return Partition(train, test)
@@ -184,13 +184,6 @@ def _in_proportion(samples: int, weights: np.ndarray) -> np.ndarray:
     """Number of samples for each of the weights [K]; the running sum of the weights is rounded down."""
     cuts = (np.cumsum(weights / weights.sum()) * samples).astype(np.int64)[:-1]
     return np.diff(cuts, prepend=0, append=samples)
-
-
-def _cut(shuffled: list[np.ndarray], shares: np.ndarray) -> Lists:
-    """The lists of the K clients, class by class, from shares [C, K]."""
-    classes, clients = shares.shape
-    owners = np.repeat(np.tile(np.arange(clients), classes), shares.ravel())
-    return Lists(np.concatenate(shuffled)[np.argsort(owners, kind="stable")], shares.sum(0))
 
 
 def pcdd(
@@ -264,7 +257,7 @@ def _deal(positions: list[np.ndarray], owned: list[list[int]], rng: np.random.Ra
     for share, class_owners, indices in zip(shares, owners, positions, strict=True):
         share[class_owners] = len(indices) // len(class_owners)
         share[class_owners[: len(indices) % len(class_owners)]] += 1
-    return _cut([rng.permutation(indices) for indices in positions], shares)
+    return cut(np.concatenate([rng.permutation(indices) for indices in positions]), shares)
 
 
 def extended_dirichlet(
@@ -301,7 +294,8 @@ def extended_dirichlet(
         q = _proportions(int(owners.sum()), beta, rng)
         for split, share in zip(splits, shares, strict=True):
             share[c, owners] = _in_proportion(len(split[c]), q)
-    return Partition(*(_cut([rng.permutation(i) for i in s], n) for s, n in zip(splits, shares, strict=True)))
+    permuted = (np.concatenate([rng.permutation(indices) for indices in split]) for split in splits)
+    return Partition(*map(cut, permuted, shares))
 
 
 def _proportions(count: int, beta: float, rng: np.random.RandomState) -> np.ndarray:

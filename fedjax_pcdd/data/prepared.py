@@ -6,7 +6,7 @@ Letters: n images, C classes.
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.unpacked import unpacked
 from fedjax_pcdd.errors import UserError, in_one_line
+from fedjax_pcdd.registry import file_sha256
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
@@ -92,7 +93,8 @@ def _mapped(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
 
     examples = builder.as_data_source(split)
     count, first, folder = len(examples), examples[0]["image"], Path(builder.data_dir)
-    digest = _digest([folder / "features.json", *map(Path, builder.info.splits[split].filepaths)])
+    files = (folder / "features.json", *map(Path, builder.info.splits[split].filepaths))
+    digest = hashlib.sha256(b"".join(bytes.fromhex(file_sha256(file)) for file in files)).hexdigest()
 
     def images() -> Iterator[np.ndarray]:
         return (_like(example["image"], first)[None] for example in examples)
@@ -109,12 +111,3 @@ def _like(image: np.ndarray, first: np.ndarray) -> np.ndarray:
     if (image.shape, image.dtype) != (first.shape, first.dtype):
         raise UserError("its images differ in size; resize them and store them as an npz file.")
     return image
-
-
-def _digest(files: Iterable[Path]) -> str:
-    """Digest of the contents of files, in order."""
-    digests = b""
-    for file in files:
-        with file.open("rb") as stream:
-            digests += hashlib.file_digest(stream, "sha256").digest()
-    return hashlib.sha256(digests).hexdigest()

@@ -46,8 +46,8 @@ _CONTENTS = {
 LOADERS: Registry[Callable[[], Dataset]] = Registry("data set", "datasets")
 """Functions from outside that load a data set, by name."""
 
-_PLAIN = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
-TFDS_NAMES = {**{name: name for name in _PLAIN}, "emnist": "emnist/balanced", "svhn": "svhn_cropped"}
+TFDS_NAMES = {name: name for name in ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")}
+TFDS_NAMES |= {"emnist": "emnist/balanced", "svhn": "svhn_cropped"}
 
 _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 
@@ -127,16 +127,13 @@ def _digits() -> Dataset:
 
     So the split is about 80/20, stratified, and deterministic. Values 0..16 become 0..255 (rounded).
     """
-    rows = np.loadtxt(_digits_file(), delimiter=",")
+    # The table that `sklearn.datasets.load_digits` reads; importing that takes longer than setting up a run.
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    rows = np.loadtxt(str(file), delimiter=",")
     x = np.rint(rows[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
     y = rows[:, 64].astype(np.int32)
     test = ranks(y) % 5 == 4
     return Dataset("digits", x[~test], y[~test], x[test], y[test], num_classes=10, class_names=tuple("0123456789"))
-
-
-def _digits_file() -> str:
-    """The table that `sklearn.datasets.load_digits` reads; importing that takes longer than setting up a run."""
-    return str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
 
 
 def ranks(labels: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, Number, check
+from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 from fedjax_pcdd.losses.prototypes import safe_norm
 
@@ -95,8 +95,8 @@ def review_distance(layer: Array, received: Array, *, distance: str = "per_sampl
       Scalar; its gradient is 0 where it is 0.
     """
     check(distance, DISTANCES, "distance of the review term")
-    dtype = jnp.promote_types(layer.dtype, jnp.float32)
-    differences = (layer.astype(dtype) - jax.lax.stop_gradient(received).astype(dtype)).reshape(layer.shape[0], -1)
+    layer = precise(layer)
+    differences = (layer - jax.lax.stop_gradient(received).astype(layer.dtype)).reshape(layer.shape[0], -1)
     if distance == "per_sample":
         return masked_mean(safe_norm(differences), mask)
     if distance == "squared":

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, Number
+from fedjax_pcdd.losses import Mask, Number, precise
 
 
 def cross_correlation(logits: Array, mean_logits: Array, *, eps: float = 0.0, mask: Mask = None) -> Array:
@@ -26,10 +26,10 @@ def cross_correlation(logits: Array, mean_logits: Array, *, eps: float = 0.0, ma
     Returns:
       [C, C] in float32 or better, entries in [-1, 1]; zeros if no sample counts.
     """
-    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    logits = precise(logits)
     kept = jnp.ones(logits.shape[0], bool) if mask is None else mask.astype(bool)
-    standard_logits = _standardise(logits.astype(dtype), kept, eps)
-    standard_mean = _standardise(jax.lax.stop_gradient(mean_logits).astype(dtype), kept, eps)
+    standard_logits = _standardise(logits, kept, eps)
+    standard_mean = _standardise(jax.lax.stop_gradient(mean_logits).astype(logits.dtype), kept, eps)
     return jnp.matmul(standard_logits.T, standard_mean, precision="highest") / jnp.maximum(jnp.sum(kept), 1)
 
 

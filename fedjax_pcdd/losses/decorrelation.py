@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, check
+from fedjax_pcdd.losses import Mask, check, precise
 from fedjax_pcdd.losses.membership import membership
 
 FORMS = ("offdiag", "frobenius")
@@ -33,13 +33,8 @@ def intra_class(
       Scalar; 0 with zero gradient when no class has two samples in the batch, and for "offdiag" when D = 1.
     """
     check(form, FORMS, "form of the intra-class loss")
-    dtype = jnp.promote_types(features.dtype, jnp.float32)
-    members = membership(labels, num_classes, mask, dtype)
-    # Classes with fewer than two samples are removed here, so nothing divides by n_c - 1 = 0 from here on.
-    members = members.only(members.counts >= 2)
-    standard = _standardise(features.astype(dtype), members, unbiased=form == "offdiag", epsilon=epsilon)
-    loss = _off_diagonal if form == "offdiag" else _frobenius
-    return loss(standard, members)
+    loss, unbiased = (_off_diagonal, True) if form == "offdiag" else (_frobenius, False)
+    return loss(*_standardised(features, labels, num_classes, mask, unbiased=unbiased, epsilon=epsilon))
 
 
 def batch_decorrelation(features: Array, *, form: str = "offdiag", mask: Mask = None, epsilon: float = 1e-8) -> Array:
@@ -59,21 +54,22 @@ def batch_decorrelation(features: Array, *, form: str = "offdiag", mask: Mask = 
     one_class = jnp.zeros(features.shape[0], jnp.int32)
     if form != "frobenius":
         return intra_class(features, one_class, 1, form=form, mask=mask, epsilon=epsilon)
-    dtype = jnp.promote_types(features.dtype, jnp.float32)
-    members = membership(one_class, 1, mask, dtype)
-    members = members.only(members.counts >= 2)
-    standard = _standardise(features.astype(dtype), members, unbiased=True, epsilon=epsilon)
+    standard, members = _standardised(features, one_class, 1, mask, unbiased=True, epsilon=epsilon)
     return _frobenius(standard, members) / features.shape[1] ** 2
 
 
-def _standardise(features, members, *, unbiased, epsilon):
-    """Features [B, D] standardised inside each sample's own class; 0 for samples of no class in `members`."""
+def _standardised(features, labels, num_classes, mask, *, unbiased, epsilon):
+    """Features [B, D] standardised inside each sample's own class, and the classes of two samples or more; else 0."""
+    features = precise(features)
+    members = membership(labels, num_classes, mask, features.dtype)
+    # Classes with fewer than two samples are removed here, so nothing divides by n_c - 1 = 0 from here on.
+    members = members.only(members.counts >= 2)
     features = jnp.where(members.any[:, None], features, 0)
     counts = jnp.maximum(members.counts, 1)[:, None]
     centred = features - members.per_sample(members.per_class(features) / counts)
     divisors = jnp.maximum(counts - 1, 1) if unbiased else counts
     variances = members.per_class(jnp.square(centred)) / divisors
-    return centred * members.per_sample(1 / jnp.sqrt(epsilon + variances))
+    return centred * members.per_sample(1 / jnp.sqrt(epsilon + variances)), members
 
 
 def _off_diagonal(standard, members):

@@ -188,5 +188,5 @@ def _log_softmax(logits: Array, temperature: Number = 1.0) -> Array:
 
 
 def _difference(target, logits):
-    dtype = jnp.promote_types(logits.dtype, jnp.float32)
-    return logits.astype(dtype) - jax.lax.stop_gradient(target).astype(dtype)
+    logits = precise(logits)
+    return logits - jax.lax.stop_gradient(target).astype(logits.dtype)

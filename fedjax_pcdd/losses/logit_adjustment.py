@@ -13,7 +13,6 @@ from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 
 FUNCTIONS = {"identity": lambda shares: shares, "sqrt": jnp.sqrt, "exp": jnp.exp}
-GAMMAS = ("class", "localgamma", "serverscaled")
 
 
 def class_scales(
@@ -38,7 +37,7 @@ def class_scales(
     if function == "none":
         return jnp.ones(class_counts.shape)
     check(function, FUNCTIONS, "function of the class shares")
-    check(gamma, GAMMAS, "gamma of the class scales")
+    check(gamma, ("class", "localgamma", "serverscaled"), "gamma of the class scales")
     if gamma == "class" and function != "identity":
         raise UserError(f"With function '{function}' choose gamma 'serverscaled' or 'localgamma'.")
     values = _curve(class_counts, function)

@@ -12,7 +12,6 @@ from jax import Array
 from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import masked_mean
 
-EMPTY = ("skip", "published")
 PUBLISHED_SHIFT = 1000.0  # subtracted from masked logits in FedLMD's published code
 
 
@@ -97,7 +96,7 @@ def label_masking_distillation(
     Returns:
       Scalar >= 0. The label's logit has no gradient, except with "published" if R_b is empty.
     """
-    check(empty, EMPTY, "treatment of samples without classes")
+    check(empty, ("skip", "published"), "treatment of samples without classes")
     student_classes = _not_true(logits, labels)
     teacher_classes = student_classes & ~majority
     if empty == "published":

@@ -14,8 +14,6 @@ from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 from fedjax_pcdd.losses.membership import membership
 
-STALE = ("carry", "drop")
-
 
 def class_sums(features: Array, labels: Array, num_classes: int, mask: Mask = None) -> tuple[Array, Array]:
     """Sum of features and number of samples for each class.
@@ -23,9 +21,9 @@ def class_sums(features: Array, labels: Array, num_classes: int, mask: Mask = No
     Returns:
       (sums [C, D], counts [C]) in float32 or better; zeros for absent classes.
     """
-    dtype = jnp.promote_types(features.dtype, jnp.float32)
-    members = membership(labels, num_classes, mask, dtype)
-    return members.per_class(jnp.where(members.any[:, None], features.astype(dtype), 0)), members.counts
+    features = precise(features)
+    members = membership(labels, num_classes, mask, features.dtype)
+    return members.per_class(jnp.where(members.any[:, None], features, 0)), members.counts
 
 
 def merge_prototypes(
@@ -43,7 +41,7 @@ def merge_prototypes(
     Returns:
       (prototypes [C, D], valid [C] bool); invalid rows are zeros.
     """
-    check(stale, STALE, "treatment of stale prototypes")
+    check(stale, ("carry", "drop"), "treatment of stale prototypes")
     fresh = counts > 0
     means = sums / jnp.where(fresh, counts, 1)[:, None]
     kept = previous_valid.astype(bool) & (stale == "carry")

@@ -11,8 +11,6 @@ from jax import Array
 
 from fedjax_pcdd.losses import Mask, check, precise
 
-WIDTHS = ("median", "constant")
-
 
 def prediction_variance(logits: Array, *, mask: Mask = None) -> Array:
     """(1/C) sum_c max(1/sqrt(C) - std_b softmax(o_b)_c, 0), with the unbiased standard deviation over the batch.
@@ -48,7 +46,7 @@ def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> 
     Returns:
       Scalar in [0, 1], in float32 or better; 0 for fewer than two samples and 1 for equal features, with zero gradient.
     """
-    check(width, WIDTHS, "width of the uniformity")
+    check(width, ("median", "constant"), "width of the uniformity")
     features = precise(features)
     size = features.shape[0]
     kept = jnp.ones(size, bool) if mask is None else mask.astype(bool)

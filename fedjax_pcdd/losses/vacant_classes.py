@@ -69,17 +69,13 @@ def logit_suppression(
     logits = precise(logits)
     num_classes, shares = logits.shape[-1], _shares(class_counts)
     is_label = jnp.arange(num_classes) == labels[:, None]
-    counted = (
-        jnp.ones(is_label.shape, bool) if mask is None else jnp.broadcast_to(mask.astype(bool)[:, None], is_label.shape)
-    )
-    size = jnp.maximum(jnp.sum(counted[:, 0]), 1)
+    samples = jnp.ones(labels.shape, bool) if mask is None else mask.astype(bool)
+    counted = samples[:, None] if form == "code" else samples[:, None] & ~is_label
     if form == "code":
         logits = jnp.where(is_label, 0, logits - jnp.log(shares + epsilon) + math.log(1 / num_classes + epsilon))
-    else:
-        counted &= ~is_label
     sums = jax.nn.logsumexp(jnp.where(counted, logits, jnp.finfo(logits.dtype).min), axis=0)
     kept = (shares > 0) & jnp.any(counted, axis=0)
-    return jnp.sum(jnp.where(kept, shares * (sums - jnp.log(size)), 0))
+    return jnp.sum(jnp.where(kept, shares * (sums - jnp.log(jnp.maximum(jnp.sum(samples), 1))), 0))
 
 
 def _shares(class_counts):

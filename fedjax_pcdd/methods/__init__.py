@@ -54,60 +54,16 @@ from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.methods.server_step import ServerStep
 from fedjax_pcdd.methods.solo import Solo
 from fedjax_pcdd.methods.with_prototypes import Prototypes
-from fedjax_pcdd.methods.wrappers import SEPARATOR, Addition, Wrapper, in_front, wrapped
-from fedjax_pcdd.registry import Registry, is_import_path, load_object, short_name
+from fedjax_pcdd.methods.wrappers import SEPARATOR, Addition, wrapped
+from fedjax_pcdd.registry import Registry, is_import_path, load_object
 
-OWN: dict[str, type[Method]] = {
-    "fedavg": FedAvg,
-    "fedprox": FedProx,
-    "fedproc": FedProc,
-    "fedmr": FedMR,
-    "fedgela": FedGELA,
-    "moon": MOON,
-    "fedproto": FedProto,
-    "fednova": FedNova,
-    "feddyn": FedDyn,
-    "feddc": FedDC,
-    "scaffold": Scaffold,
-    "solo": Solo,
-    "fedrs": FedRS,
-    "fedlc": FedLC,
-    "fedvls": FedVLS,
-    "fedntd": FedNTD,
-    "fedlmd": FedLMD,
-    "feddecorr": FedDecorr,
-    "feduv": FedUV,
-    "fedetf": FedETF,
-    "fedloge": FedLoGe,
-    "fedavgm": FedAvgM,
-    "fedadam": FedAdam,
-    "fedyogi": FedYogi,
-    "fedadagrad": FedAdagrad,
-    "fedexp": FedExP,
-    "fedsam": FedSAM,
-    "mofedsam": MoFedSAM,
-    "fedlesam": FedLESAM,
-    "fedsmoo": FedSMOO,
-    "fedgf": FedGF,
-    "fedcm": FedCM,
-    "fedgen": FedGen,
-    "fedrl": FedRL,
-    "fedrep": FedRep,
-    "fedbabu": FedBABU,
-    "fedrod": FedRoD,
-    "fedper": FedPer,
-    "lgfedavg": LGFedAvg,
-    "ditto": Ditto,
-    "apfl": APFL,
-    "fedtgp": FedTGP,
-    "ccvr": CCVR,
-    "fccl": FCCL,
-    "fedmd": FedMD,
-    "fml": FML,
-    "rcfl": RCFL,
-    "feddf": FedDF,
-    "fedmatch": FedMatch,
-}
+_OWN = (
+    FedAvg, FedProx, FedProc, FedMR, FedGELA, MOON, FedProto, FedNova, FedDyn, FedDC, Scaffold, Solo, FedRS, FedLC,
+    FedVLS, FedNTD, FedLMD, FedDecorr, FedUV, FedETF, FedLoGe, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedExP, FedSAM,
+    MoFedSAM, FedLESAM, FedSMOO, FedGF, FedCM, FedGen, FedRL, FedRep, FedBABU, FedRoD, FedPer, LGFedAvg, Ditto, APFL,
+    FedTGP, CCVR, FCCL, FedMD, FML, RCFL, FedDF, FedMatch,
+)  # fmt: skip
+OWN: dict[str, type[Method]] = {cls.__name__.lower(): cls for cls in _OWN}
 
 METHODS: Registry[type[Method]] = Registry("method", "methods", OWN)
 """Classes of methods by name, and by the import path of a class elsewhere."""
@@ -120,13 +76,9 @@ SERVER_OPTIMISERS: Registry[type[ServerStep]] = Registry("server optimiser", "se
 _ADDITIONS: dict[str, type[Addition]] = {
     "prototypes": Prototypes, "decorr": FedDecorr, "sam": FedSAM, "lesam": FedLESAM,
 }  # fmt: skip
-WRAPPERS: Registry[Wrapper] = Registry(
-    "suffix", "wrappers", {name: Wrapper(in_front(cls, name), 0, cls.source()) for name, cls in _ADDITIONS.items()}
-)
 
 __all__ = [
-    "METHODS", "SERVER_OPTIMISERS", "WRAPPERS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting",
-    "Traits",
+    "METHODS", "SERVER_OPTIMISERS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "Traits",
 ]  # fmt: skip
 
 
@@ -152,8 +104,8 @@ def every() -> dict[str, type[Method]]:
     }
 
 
-def known_suffixes() -> dict[str, Wrapper]:
-    """The wrapper of each suffix that may follow a plus sign; server optimisers are among them.
+def known_suffixes() -> dict[str, type[Addition]]:
+    """What each suffix adds that may follow a plus sign; server optimisers are among them.
 
     Those of other packages that cannot be imported, or are no server optimisers, are left out.
     """
@@ -161,14 +113,14 @@ def known_suffixes() -> dict[str, Wrapper]:
     for name, optimiser in SERVER_OPTIMISERS.importable().items():
         with suppress(UserError):
             optimisers[name] = _addition(name, optimiser)
-    return {**WRAPPERS.importable(), **optimisers}
+    return {**_ADDITIONS, **optimisers}
 
 
-def _addition(name: str, candidate: Any) -> Wrapper:
-    """The wrapper that adds this class to a method, for its name or import path behind a plus sign."""
+def _addition(name: str, candidate: Any) -> type[Addition]:
+    """The class that a name or import path behind a plus sign stands for; UserError if a method cannot have it."""
     if not (isinstance(candidate, type) and issubclass(candidate, Addition)):
         raise UserError(f"{name} cannot stand behind a method: derive a dataclass from fp.ServerOptimised.")
-    return Wrapper(in_front(candidate, short_name(name)), int(issubclass(candidate, ServerStep)), candidate.source())
+    return candidate
 
 
 def plain_name(name: str) -> str:

@@ -30,7 +30,7 @@ class Calibration(GaussianHead):
 
     def trainable(self, params, context):
         """Nothing moves."""
-        return moving(params, head=False, body=False)
+        return moving(params, "head", False, others=False)
 
     def local_update(self, evaluate, step, variables, batch, context):
         """Nothing is evaluated, and nothing moves."""

@@ -55,7 +55,7 @@ class CCVR(GaussianHead):
     def trainable(self, params, context):
         """Nothing moves in the last round."""
         training = self.training(context)
-        return moving(params, head=training, body=training)
+        return moving(params, "head", training, others=training)
 
     def local_update(self, evaluate, step, variables, batch, context):
         """As in FedAvg; in the last round running statistics stay fixed as well."""

@@ -18,7 +18,8 @@ import jax
 import optax
 from flax import struct
 
-from fedjax_pcdd.methods.method import Context, Traits, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Context, Traits, hyperparameter
+from fedjax_pcdd.methods.parts import moving
 from fedjax_pcdd.methods.personal_copy import PERSONAL, PersonalCopy, copy_of, without_copy
 from fedjax_pcdd.methods.validated_step import least, numbers_in, validation_loss
 from fedjax_pcdd.trees import squared_distance, where
@@ -85,8 +86,7 @@ class Ditto(PersonalCopy):
         if self.personal_epochs is None:
             return None
         personal = self._own(context)
-        moving = {name: personal if name == PERSONAL else ~personal for name in params}
-        return {name: jax.tree.map(lambda _, m=moving[name]: m, part) for name, part in params.items()}
+        return moving(params, PERSONAL, personal, others=~personal)
 
     def loss(self, variables, batch, context):
         """The losses of both models, whose gradients do not mix; or that of the one whose epoch it is."""
@@ -107,7 +107,7 @@ class Ditto(PersonalCopy):
         """(lambda / 2) * ||v - w^t||^2, a scalar; 0 with candidates, of which lambda is chosen after the gradients."""
         if self.lambda_candidates:
             return 0.0
-        return 0.5 * self.lam * squared_distance(params[PERSONAL], _received(context))
+        return 0.5 * self.lam * squared_distance(params[PERSONAL], without_copy(context.start)["params"])
 
     def local_update(self, evaluate, step, variables, batch, context):
         """One step of both models, with the candidate lambda that gives the own model the least validation loss."""
@@ -115,7 +115,7 @@ class Ditto(PersonalCopy):
             return super().local_update(evaluate, step, variables, batch, context)
         loss, state, gradients = evaluate(variables)
         params = variables["params"]
-        distance = optax.tree.sub(params[PERSONAL], _received(context))
+        distance = optax.tree.sub(params[PERSONAL], without_copy(context.start)["params"])
 
         def step_with(lam):
             return step({**gradients, PERSONAL: optax.tree.add_scale(gradients[PERSONAL], lam, distance)})
@@ -125,8 +125,3 @@ class Ditto(PersonalCopy):
             return validation_loss(self, copy_of({**variables, **state, "params": stepped}), context)
 
         return loss, state, step_with(least(self.candidates, loss_with))
-
-
-def _received(context: Context) -> Tree:
-    """Parameters of the global model as received, w^t."""
-    return {name: tree for name, tree in context.start["params"].items() if name != PERSONAL}

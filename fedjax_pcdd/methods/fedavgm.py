@@ -16,13 +16,10 @@ from fedjax_pcdd.methods.server_optimised import ServerOptimised
 class FedAvgM(ServerOptimised):
     """b <- beta b + g, w <- w - eta b."""
 
+    paper = "Hsu et al., 2019"
+
     server_momentum: float = hyperparameter(0.9, symbol="beta", help="the server's momentum", low=0.0)
     server_nesterov: bool = hyperparameter(False, help="w - eta (g + beta b), b being new", static=True)
-
-    @classmethod
-    def source(cls):
-        """FedAvgM's paper."""
-        return "Hsu et al., 2019"
 
     def server_rule(self):
         """Heavy-ball momentum, without dampening."""

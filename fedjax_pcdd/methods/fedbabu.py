@@ -32,7 +32,7 @@ class FedBABU(Method):
 
     def trainable(self, params, context):
         """The body; the head takes no weight decay either."""
-        return moving(params, head=False, body=True)
+        return moving(params, "head", False, others=True)
 
     def upload(self, variables, summary, context):
         """The body."""

@@ -19,17 +19,14 @@ from fedjax_pcdd.methods.wrappers import Addition
 class FedDecorr(Addition):
     """L = CE + beta * L_dec, or X's objective in place of CE."""
 
+    paper = "Shi et al., ICLR 2023"
+
     beta_dec: float = hyperparameter(
         0.1, symbol="beta", help="weight of the decorrelation; 0.05 in the published runs for 100 classes", low=0.0
     )
     decorr_form: Literal["offdiag", "frobenius"] = hyperparameter(
         "offdiag", help="decorrelation of the published code, or as printed", static=True
     )
-
-    @classmethod
-    def source(cls):
-        """FedDecorr's paper."""
-        return "Shi et al., ICLR 2023"
 
     def configure(self, setting, hyper):
         """Advice: correlations need two samples and two dimensions."""

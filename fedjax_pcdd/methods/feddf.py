@@ -58,10 +58,8 @@ class FedDF(Exchanging):
         """Advice: on the server the models teach in mode eval."""
         method, advice = super().configure(setting, hyper)
         if self._at_server and self.teacher_mode == "train":
-            advice = [
-                *advice,
-                "`teacher_mode=train` has no effect with `form=server`: models teach in mode eval there.",
-            ]
+            idle = "`teacher_mode=train` has no effect with `form=server`: models teach in mode eval there."
+            advice = [*advice, idle]
         return method, advice
 
     def init_client(self, setting, server, facts, key):

@@ -33,6 +33,8 @@ class Measured(NamedTuple):
 class FedExP(ServerStep):
     """w <- w + max(1, sum_k p_k ||d_k||^2 / (2 (||d||^2 + epsilon))) d, with d_k = w_k - w and d of X's aggregate."""
 
+    paper = "Jhunjhunwala et al., ICLR 2023"
+
     epsilon: float = hyperparameter(1e-3, symbol="epsilon", help="added to ||d||^2; large is FedAvg", low=0.0)
     epsilon_decay: bool = hyperparameter(
         True, help="epsilon times the square of the learning rate over its first", static=True
@@ -44,11 +46,6 @@ class FedExP(ServerStep):
         "average", help="GA of the mean of the last two iterates, or of the last; the other is recorded beside it",
         static=True,
     )  # fmt: skip
-
-    @classmethod
-    def source(cls):
-        """FedExP's paper."""
-        return "Jhunjhunwala et al., ICLR 2023"
 
     def traits(self):
         """X's, with eta_g in every round's metrics."""

@@ -21,7 +21,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import scalar
 from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
 from fedjax_pcdd.methods.own_layers import shared_part
-from fedjax_pcdd.methods.sharpness import TINY, Nearby, moved_to, of_length
+from fedjax_pcdd.methods.sharpness import TINY, Nearby, of_length
 from fedjax_pcdd.methods.wrappers import averages_models, extended
 from fedjax_pcdd.trees import where, zeros_like
 
@@ -38,6 +38,8 @@ class Client(NamedTuple):
 class FedLESAM(Nearby):
     """g = grad F(w + e), e = rho (w_old - w^t) / ||w_old - w^t||, constant over the round."""
 
+    paper = "Fan et al., ICML 2024"
+
     keeps: ClassVar[Any] = Client
 
     rho: float = hyperparameter(0.1, symbol="rho", help="length of the perturbation; 0 is FedAvg", low=0.0)
@@ -49,16 +51,9 @@ class FedLESAM(Nearby):
     )
 
     @classmethod
-    def source(cls):
-        """FedLESAM's paper."""
-        return "Fan et al., ICML 2024"
-
-    @classmethod
     def unsuitable(cls, other):
         """The reason, if there is no global model to look back to, or a step is not of one model."""
-        return super().unsuitable(other) or (
-            "" if averages_models(other()) else "is not a method that averages models."
-        )
+        return super().unsuitable(other) or super(Nearby, cls).unsuitable(other)
 
     def configure(self, setting, hyper):
         """Advice: without a perturbation the old model is kept for nothing; UserError if X averages no models so."""
@@ -101,7 +96,7 @@ class FedLESAM(Nearby):
         def elsewhere(variables):
             params, e = variables["params"], self.perturbation(context)
             perturbed = {**params, **optax.tree.add({part: params[part] for part in e}, e)}
-            evaluated = evaluate(moved_to(variables, perturbed))
+            evaluated = evaluate({**variables, "params": perturbed})
             if type(self).regulariser is Method.regulariser:
                 return evaluated
             gradient = jax.grad(lambda p: scalar(self, "regulariser", self.regulariser(p, context)))

@@ -17,7 +17,7 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.distillation import confident, helper_consistency, pseudo_labels
 from fedjax_pcdd.methods.method import hyperparameter
 from fedjax_pcdd.methods.participant import Exchanging
-from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.methods.parts import joined, moving, without
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.trees import squared_distance
 
@@ -64,7 +64,7 @@ class FedMatch(Exchanging):
 
     def trainable(self, params, context):
         """sigma in local training, psi in the exchange."""
-        return _only(params, psi=context.exchanging)
+        return moving(params, "psi", context.exchanging, others=not context.exchanging)
 
     def say(self, variables, batch, context):
         """Logits of the images as they are, in eval mode."""
@@ -104,7 +104,3 @@ class FedMatch(Exchanging):
         split = "psi" in variables["params"]
         total = self.personal_variables(server, variables) if split else variables
         return forward(model, total, images, train=False)[0].logits
-
-
-def _only(params, *, psi):
-    return {name: jax.tree.map(lambda _, name=name: (name == "psi") == psi, tree) for name, tree in params.items()}

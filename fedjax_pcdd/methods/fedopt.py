@@ -8,11 +8,11 @@ Follows the paper: v starts at tau^2, without bias correction; the rules of opta
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods import server_moments
 from fedjax_pcdd.methods.method import hyperparameter
 from fedjax_pcdd.methods.server_moments import YOGI_START, Form, Rule, scale_by_moments, without_frozen
 from fedjax_pcdd.methods.server_optimised import ServerOptimised
@@ -22,6 +22,8 @@ from fedjax_pcdd.methods.server_optimised import ServerOptimised
 class Adaptive(ServerOptimised):
     """w <- w - eta m / (sqrt(v) + tau)."""
 
+    paper = "Reddi et al., ICLR 2021"
+
     server_lr: float = hyperparameter(0.1, symbol="eta", help="learning rate of the server", low=0.0)
     server_beta1: float = hyperparameter(0.9, symbol="beta_1", help="decay of the server's first moment", low=0.0)
     server_tau: float = hyperparameter(1e-3, symbol="tau", help="adaptivity: added to the root of v", above=0.0)
@@ -29,11 +31,6 @@ class Adaptive(ServerOptimised):
     server_v0: float | None = hyperparameter(
         None, symbol="v_0", help="form paper: v at first, by default tau^2", low=0.0
     )
-
-    @classmethod
-    def source(cls):
-        """The adaptive optimisers' paper."""
-        return "Reddi et al., ICLR 2021"
 
     def configure(self, setting, hyper):
         """The default of v_0; advice on steps that are too large for any model."""
@@ -74,7 +71,7 @@ class FedAdagrad(Adaptive):
         """The printed rule, or optax's, whose sum starts at 0.1."""
         if self.server_form == "optax":
             return optax.scale_by_rss(0.1, self.server_tau)
-        return self._by_moments(server_moments.adagrad())
+        return self._by_moments(lambda v, square: v + square)
 
 
 @struct.dataclass
@@ -85,10 +82,10 @@ class FedAdam(Adaptive):
 
     def server_rule(self):
         """The printed rule, optax's, or Keras's."""
-        betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
+        beta2 = self.server_beta2
         if self.server_form == "optax":
-            return optax.scale_by_adam(*betas, eps=tau)
-        return self._by_moments(server_moments.adam(betas[1]), (0.0, 0.0), betas[1])
+            return optax.scale_by_adam(self.server_beta1, beta2, eps=self.server_tau)
+        return self._by_moments(lambda v, square: beta2 * v + (1 - beta2) * square, (0.0, 0.0), beta2)
 
 
 @struct.dataclass
@@ -97,8 +94,12 @@ class FedYogi(FedAdam):
 
     def server_rule(self):
         """The printed rule, optax's, or Keras's; in the latter two, whose moments start above 0, frozen layers stay."""
-        betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
+        beta2 = self.server_beta2
         if self.server_form == "optax":
-            return without_frozen(optax.scale_by_yogi(*betas, eps=tau))
-        rule = self._by_moments(server_moments.yogi(betas[1]), (YOGI_START, YOGI_START), betas[1])
-        return without_frozen(rule) if self.server_form == "keras" else rule
+            return without_frozen(optax.scale_by_yogi(self.server_beta1, beta2, eps=self.server_tau))
+
+        def rule(v, square):
+            return v - (1 - beta2) * square * jnp.sign(v - square)
+
+        optimiser = self._by_moments(rule, (YOGI_START, YOGI_START), beta2)
+        return without_frozen(optimiser) if self.server_form == "keras" else optimiser

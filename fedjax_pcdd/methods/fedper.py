@@ -61,15 +61,13 @@ class OwnLayers(FedPer):
 
     def trainable(self, params, context):
         """The client's own layers."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: self._is_own(path), params)
+        return jax.tree.map_with_path(lambda path, _: self._is_own(path), params)
 
     def local_update(self, evaluate, step, variables, batch, context):
         """As in FedAvg; running statistics of base layers stay fixed as well."""
         loss, state, update = super().local_update(evaluate, step, variables, batch, context)
         old_state = {name: variables[name] for name in state}
-        state = jax.tree_util.tree_map_with_path(
-            lambda path, new, old: new if self._is_own(path[1:]) else old, state, old_state
-        )
+        state = jax.tree.map_with_path(lambda path, new, old: new if self._is_own(path[1:]) else old, state, old_state)
         return loss, state, update
 
     def _is_own(self, path):

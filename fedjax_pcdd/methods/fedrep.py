@@ -60,7 +60,7 @@ class FedRep(Method):
     def trainable(self, params, context):
         """The head in the first E_h epochs, then the body in the last E_theta."""
         on_head = context.epoch < context.epochs - self.body_epochs
-        return moving(params, head=on_head, body=~on_head)
+        return moving(params, "head", on_head, others=~on_head)
 
     def upload(self, variables, summary, context):
         """Keep the head, send the body."""

@@ -19,12 +19,9 @@ from fedjax_pcdd.methods.sharpness import SharpnessAware, ascent
 class FedSAM(SharpnessAware):
     """g = grad F(w + rho grad F(w) / ||grad F(w)||)."""
 
-    adaptive: bool = hyperparameter(False, help="perturb each weight in proportion to its size", static=True)
+    paper = "Qu et al., ICML 2022"
 
-    @classmethod
-    def source(cls):
-        """FedSAM's paper."""
-        return "Qu et al., ICML 2022"
+    adaptive: bool = hyperparameter(False, help="perturb each weight in proportion to its size", static=True)
 
     def configure(self, setting, hyper):
         """Advice: without a perturbation the second pass is for nothing."""

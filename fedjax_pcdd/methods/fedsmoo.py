@@ -19,7 +19,7 @@ from fedjax_pcdd.methods.drift import Drifting
 from fedjax_pcdd.methods.method import Traits, hyperparameter
 from fedjax_pcdd.methods.own_layers import shared_part
 from fedjax_pcdd.methods.parts import without_collection
-from fedjax_pcdd.methods.sharpness import moved_to, of_length
+from fedjax_pcdd.methods.sharpness import of_length
 from fedjax_pcdd.trees import zeros_like
 
 DUAL = "dual"  # the collection of the variables in which local steps change mu_k
@@ -68,7 +68,7 @@ class FedSMOO(Drifting):
         uphill = jax.tree.map(lambda g, mu, s: g - mu - s, gradients, variables[DUAL], consensus)
         e = of_length(uphill, self.rho)
         dual = shared_part(context.setting, jax.tree.map(lambda mu, e, s: mu + e - s, variables[DUAL], e, consensus))
-        second = evaluate(moved_to(variables, optax.tree.add(params, e))).gradients
+        second = evaluate({**variables, "params": optax.tree.add(params, e)}).gradients
         decays = self.quadratic == "decay"
         clipped = zeros_like(params) if decays else params
         tie = jax.tree.map(lambda h, w, start: h + w - start, context.client.drift, clipped, context.start["params"])

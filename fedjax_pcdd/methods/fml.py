@@ -17,6 +17,7 @@ from fedjax_pcdd import models
 from fedjax_pcdd.losses.distillation import mutual_losses
 from fedjax_pcdd.methods.method import Message, Server, hyperparameter
 from fedjax_pcdd.methods.participant import Participant
+from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.pair import Pair, join, part
 
@@ -71,10 +72,7 @@ class FML(Participant):
         losses = mutual_losses(
             logits["private"], logits["meme"], batch.labels, alpha=self.alpha, beta=self.beta_meme, mask=batch.mask
         )
-        return sum(losses), {**self._kept(variables), **join(**state)}
-
-    def _kept(self, variables):
-        return {name: tree for name, tree in variables.items() if name != "params"}
+        return sum(losses), {**without_collection(variables, "params"), **join(**state)}
 
     def upload(self, variables, summary, context):
         """Keep the private model, send the meme."""

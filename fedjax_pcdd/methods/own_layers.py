@@ -40,7 +40,7 @@ def shared_part(setting: Setting, tree: Tree, own: Tree = None) -> Tree:
     def choose(path, shared, own):
         return own if tuple(key.key for key in path) in setting.own_layers else shared
 
-    return jax.tree_util.tree_map_with_path(choose, tree, zeros_like(tree) if own is None else own)
+    return jax.tree.map_with_path(choose, tree, zeros_like(tree) if own is None else own)
 
 
 def with_own_layers(method: Method) -> Method:

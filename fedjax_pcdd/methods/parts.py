@@ -35,10 +35,10 @@ def joined(variables: Tree, part: str, value: Tree) -> Tree:
     return {**variables, "params": {**variables["params"], part: value}}
 
 
-def moving(params: Tree, *, head: Any, body: Any) -> Tree:
-    """What `Method.trainable` returns if head and body each move or stay fixed; the flags may be traced."""
-    flags = {part: head if part == "head" else body for part in params}
-    return {part: jax.tree.map(lambda _, part=part: flags[part], tree) for part, tree in params.items()}
+def moving(params: Tree, part: str, moves: Any, *, others: Any) -> Tree:
+    """What `Method.trainable` returns if one part and the others each move or stay fixed; the flags may be traced."""
+    flags = {name: moves if name == part else others for name in params}
+    return {name: jax.tree.map(lambda _, name=name: flags[name], tree) for name, tree in params.items()}
 
 
 @struct.dataclass
@@ -79,7 +79,7 @@ class FineTune(Method):
 
     def trainable(self, params, context):
         """The chosen part."""
-        return None if self.part == "all" else moving(params, head=self.part == "head", body=self.part == "body")
+        return None if self.part == "all" else moving(params, "head", self.part == "head", others=self.part == "body")
 
     def upload(self, variables, summary, context):
         """As in FedAvg; the model stays with the client, if it is to be kept."""

@@ -15,8 +15,7 @@ PERSONAL = "personal"
 
 def with_copy(variables: Tree, own: Tree) -> Tree:
     """The variables of the global model, with those of the client's own model beside them."""
-    statistics = {name: tree for name, tree in own.items() if name != "params"}
-    return {**joined(variables, PERSONAL, own["params"]), PERSONAL: statistics}
+    return {**joined(variables, PERSONAL, own["params"]), PERSONAL: without_collection(own, "params")}
 
 
 def copy_of(variables: Tree) -> Tree:

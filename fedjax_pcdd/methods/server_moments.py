@@ -31,21 +31,6 @@ class Moments(NamedTuple):
     nu: Tree
 
 
-def adagrad() -> Rule:
-    """v + g^2."""
-    return lambda v, square: v + square
-
-
-def adam(beta2: Number) -> Rule:
-    """beta2 v + (1 - beta2) g^2."""
-    return lambda v, square: beta2 * v + (1 - beta2) * square
-
-
-def yogi(beta2: Number) -> Rule:
-    """v - (1 - beta2) g^2 sign(v - g^2)."""
-    return lambda v, square: v - (1 - beta2) * square * jnp.sign(v - square)
-
-
 def scale_by_moments(
     rule: Rule, beta1: Number, tau: Number, start: tuple[Number, Number], beta2: Number | None = None
 ) -> optax.GradientTransformation:

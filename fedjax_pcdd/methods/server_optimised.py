@@ -32,10 +32,8 @@ class ServerOptimised(ServerStep):
         """UserError for moments that do not decay; advice on a server that does not move, and on two server steps."""
         method, advice = super().configure(setting, hyper)
         for name in ("server_momentum", "server_beta1", "server_beta2"):
-            if getattr(self, name, 0.0) >= 1:
-                raise UserError(
-                    f"`{name}={getattr(self, name):g}` lets moments grow or stand still: choose less than 1."
-                )
+            if (decay := getattr(self, name, 0.0)) >= 1:
+                raise UserError(f"`{name}={decay:g}` lets moments grow or stand still: choose less than 1.")
         of_kind(self, "server_rule", self.server_rule(), optax.GradientTransformation)
         if self.server_lr == 0:
             advice = [*advice, "`server_lr=0` leaves the server's parameters where they are: set it above 0."]

@@ -15,6 +15,8 @@ from fedjax_pcdd.methods.wrappers import Addition, averages_models
 class ServerStep(Addition):
     """FedAvg, or the method that it is in front of, with another last step of `aggregate`."""
 
+    at_server = True
+
     @classmethod
     def unsuitable(cls, other):
         """The reason, if there is no mean, or already a step."""

@@ -30,11 +30,6 @@ def ascent(gradients: Tree, params: Tree, rho: jax.Array | float, *, adaptive: b
     return jax.tree.map(lambda w, e: jnp.abs(w) * e, params, of_length(scaled, rho))
 
 
-def moved_to(variables: Tree, params: Tree) -> Tree:
-    """The variables with other parameters."""
-    return {**variables, "params": params}
-
-
 @struct.dataclass
 class Nearby(Addition):
     """FedAvg, or the method that it is in front of, with gradients from another point than the step is taken from."""
@@ -73,7 +68,7 @@ class SharpnessAware(Nearby):
             loss, state, gradients = evaluate(variables)
             moving = self.trainable(variables["params"], context)
             uphill = gradients if moving is None else jax.tree.map(lambda m, g: jnp.where(m, g, 0), moving, gradients)
-            perturbed = moved_to(variables, self.point(variables["params"], uphill, context))
+            perturbed = {**variables, "params": self.point(variables["params"], uphill, context)}
             # Running statistics alone: what a method collects besides is of the first pass.
             running = ["batch_stats"] if self.statistics == "both" and "batch_stats" in state else []
             second = evaluate(perturbed | {name: state[name] for name in running})

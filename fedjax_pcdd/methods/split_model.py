@@ -11,8 +11,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Message, Method, Traits, Tree, hyperparameter
 
-BODY = "backbone"
-
 
 def divided(variables: Tree, own: Callable[[str], bool]) -> tuple[Tree, Tree]:
     """The leaves that `own` selects by their path in a collection, and the others; nested as before."""
@@ -55,7 +53,7 @@ class SplitModel(Method):
     def last(self, part: str) -> bool:
         """Whether the part belongs to the last layers."""
         names = self.layers.split(",")
-        return ("top" in names and not _within(part, BODY)) or any(_within(part, name) for name in names)
+        return ("top" in names and not _within(part, "backbone")) or any(_within(part, name) for name in names)
 
     def init_client(self, setting, server, facts, key):
         """The common initial parts; UserError for a layer that the model does not have."""

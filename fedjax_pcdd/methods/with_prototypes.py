@@ -29,13 +29,10 @@ class Both(NamedTuple):
 class Prototypes(Addition):
     """X's objective + mu * L_gpc, FedProc's contrast to class prototypes."""
 
+    paper = "Fan et al., TMLR 2023, Table 8"
+
     prototype_mu: float = hyperparameter(1e-4, symbol="mu", help="weight of the contrast to prototypes", low=0.0)
     prototype_tau: float = hyperparameter(0.5, symbol="tau", help="temperature of that contrast", above=0.0)
-
-    @classmethod
-    def source(cls):
-        """The paper whose table has such rows."""
-        return "Fan et al., TMLR 2023, Table 8"
 
     @classmethod
     def unsuitable(cls, other):

@@ -1,10 +1,9 @@
-"""Wrappers: a method plus something that fits any method of its kind, written `X+suffix`, as "fedprox+prototypes".
+"""Suffixes: a method plus something that fits any method of its kind, written `X+suffix`, as "fedprox+prototypes".
 
-A wrapper is a function from a method's class to a class derived from it, whose hooks call `super()`; so wrappers
-compose, and `X+b+a` is `X+a+b`. It refuses an X that it does not fit. The wrappers here put an `Addition` in front of
-X, that is, before it in the order of base classes. An addition extends the server's state by fields that `extended`
-appends, so that the hooks of X still find theirs. A client's state may be any tree, so X's state becomes the field
-`own` of a new one, beside what is added (`Addition.keeps`).
+A suffix names an `Addition`, which is put in front of X, that is, before it in the order of base classes. Its hooks
+call `super()`; so additions compose, and `X+b+a` is `X+a+b`. It refuses an X that it does not fit. An addition extends
+the server's state by fields that `extended` appends, so that the hooks of X still find theirs. A client's state may be
+any tree, so X's state becomes the field `own` of a new one, beside what is added (`Addition.keeps`).
 """
 
 import functools
@@ -17,35 +16,24 @@ from flax import struct
 
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Context, Method, Tree
+from fedjax_pcdd.registry import short_name
 
 SEPARATOR = "+"
 
 
-class Wrapper(NamedTuple):
-    """What a suffix stands for.
-
-    Attributes:
-      wrap: maps a class and its name to the class that is derived from it.
-      order: wrappers are applied in ascending order, those of the objective (0) before those of the server (1).
-      paper: of what it adds, for listings.
-    """
-
-    wrap: Callable[[type[Method], str], type[Method]]
-    order: int
-    paper: str
-
-
-def wrapped(cls: type[Method], name: str, suffixes: list[str], wrappers: Mapping[str, Wrapper]) -> type[Method]:
-    """The class with these wrappers applied; UserError for a suffix that is unknown or repeated."""
+def wrapped(
+    cls: type[Method], name: str, suffixes: list[str], additions: Mapping[str, type["Addition"]]
+) -> type[Method]:
+    """The class with these additions in front of it; UserError for a suffix that is unknown or repeated."""
     for suffix in suffixes:
         if "," in suffix:
             raise UserError(f"there is no method '{SEPARATOR.join([name, *suffixes])}': several are for a sweep.")
-        if suffix not in wrappers:
-            raise UserError(f"`method={name}+{suffix}`: there is no '+{suffix}': {nearest(suffix, wrappers)}")
+        if suffix not in additions:
+            raise UserError(f"`method={name}+{suffix}`: there is no '+{suffix}': {nearest(suffix, additions)}")
     if len(set(suffixes)) < len(suffixes):
         raise UserError(f"`method={SEPARATOR.join([name, *suffixes])}` names a suffix twice: leave one out.")
-    for suffix in sorted(suffixes, key=lambda s: (wrappers[s].order, s)):
-        cls, name = wrappers[suffix].wrap(cls, name), f"{name}{SEPARATOR}{suffix}"
+    for suffix in sorted(suffixes, key=lambda s: (additions[s].at_server, s)):
+        cls, name = in_front(additions[suffix], short_name(suffix), cls, name), f"{name}{SEPARATOR}{suffix}"
     return cls
 
 
@@ -64,11 +52,8 @@ class Addition(Method):
     """
 
     keeps: ClassVar[Any] = None
-
-    @classmethod
-    def source(cls) -> str:
-        """The paper of the addition."""
-        return ""
+    at_server = False  # whether it changes the server's step; such an addition is put in front after the others
+    paper = ""
 
     @classmethod
     def unsuitable(cls, other: type[Method]) -> str:
@@ -78,7 +63,7 @@ class Addition(Method):
     def traits(self):
         """X's traits; if the addition is used alone, with its own paper."""
         traits = super().traits()
-        return traits if traits.paper else traits._replace(paper=self.source())
+        return traits if traits.paper else traits._replace(paper=self.paper)
 
 
 class Recipe(NamedTuple):
@@ -104,43 +89,29 @@ def remade(recipe: Any, fields: Mapping[str, Any] | None = None) -> Any:
 
 
 @functools.cache
-def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], str], type[Method]]:
-    """The `Wrapper.wrap` that puts an addition in front of a method; it raises UserError for one that does not fit."""
+def in_front(addition: type[Addition], suffix: str, cls: type[Method], name: str) -> type[Method]:
+    """The class of this name with an addition in front of it; UserError if it does not fit."""
+    refusal = f"`method={name}+{suffix}` does not exist: {name}"
+    if reason := addition.unsuitable(cls):
+        raise UserError(f"{refusal} {reason}")
+    if clashes := _own_names(cls) & (_own_names(addition) - _own_names(Addition)):
+        raise UserError(f"{refusal} has `{min(clashes)}` of its own, so drop the suffix.")
 
-    @functools.cache
-    def wrap(cls: type[Method], name: str) -> type[Method]:
-        refusal = f"`method={name}+{suffix}` does not exist: {name}"
-        if reason := addition.unsuitable(cls):
-            raise UserError(f"{refusal} {reason}")
-        if clashes := _own_names(cls) & (_own_names(addition) - _own_names(Addition)):
-            raise UserError(f"{refusal} has `{min(clashes)}` of its own, so drop the suffix.")
+    behind: Any = cls if cls.aggregate is Method.aggregate else _keeping_fields(cls)
+    behind = behind if addition.keeps is None else _seeing_own(behind, addition.keeps)
 
-        source = getattr(cls, "source", addition.source)
-        behind: Any = cls if cls.aggregate is Method.aggregate else _keeping_fields(cls)
-        behind = behind if addition.keeps is None else _seeing_own(behind, addition.keeps)
+    @struct.dataclass
+    class Added(addition, behind):
+        __doc__ = f"{cls.__name__} with what {addition.__name__} adds."
+        __module__ = cls.__module__
+        _recipe: ClassVar[Any] = Recipe(in_front, (addition, suffix, cls, name))
+        paper = cls.paper if issubclass(cls, Addition) else addition.paper
 
-        @struct.dataclass
-        class Added(addition, behind):
-            __doc__ = f"{cls.__name__} with what {addition.__name__} adds."
-            __module__ = cls.__module__
-            _recipe: ClassVar[Any] = Recipe(_added, (addition, suffix, cls, name))
+        def __reduce__(self):
+            return remade, (recipe_of(type(self)), vars(self))
 
-            @classmethod
-            def source(cls):
-                """X's source, or the addition's if X has none."""
-                return source()
-
-            def __reduce__(self):
-                return remade, (recipe_of(type(self)), vars(self))
-
-        Added.__name__ = Added.__qualname__ = f"{cls.__name__}With{addition.__name__}"
-        return Added
-
-    return wrap
-
-
-def _added(addition: type[Addition], suffix: str, cls: type[Method], name: str) -> type[Method]:
-    return in_front(addition, suffix)(cls, name)
+    Added.__name__ = Added.__qualname__ = f"{cls.__name__}With{addition.__name__}"
+    return Added
 
 
 def _seeing_own(cls: type[Method], kind: Any) -> Any:

@@ -26,7 +26,7 @@ def origins_of(config: Any) -> dict[str, Origin]:
     """
     named: list[tuple[Registry, str | None]] = [
         (METHODS, methods.plain_name(config.method)),
-        *((_registry_of(suffix), suffix) for suffix in methods.suffixes_of(config.method)),
+        *((methods.SERVER_OPTIMISERS, suffix) for suffix in methods.suffixes_of(config.method)),
         (LOADERS, None if config.task else config.dataset),
         (PARTITIONS, None if config.task else config.partition),
         (PARTITIONS, None if config.availability == "model" else config.availability),
@@ -53,17 +53,13 @@ def onlookers(options: Mapping[str, Any]) -> set[str]:
     return {name for text in texts if isinstance(text, str) for name in names_in(text)}
 
 
-def _registry_of(suffix: str) -> Registry:
-    return methods.SERVER_OPTIMISERS if suffix in methods.SERVER_OPTIMISERS else methods.WRAPPERS
-
-
 def _origin(registry: Registry, name: str) -> Origin | None:
     if name.endswith(".npz"):
         return origin_of_file(located(name)) if is_there(located(name)) else None  # if missing, reported elsewhere
     if is_import_path(name):
         return origin_of(registry.find(name), name)
     part: Any = registry.find(name) if name in registry else None
-    return None if part is None else origin_of(getattr(part, "wrap", part))
+    return None if part is None else origin_of(part)
 
 
 def recorded_origins(value: Any, source: str) -> dict[str, Origin]:

@@ -141,7 +141,7 @@ def test_a_history_can_be_pickled(federation, uninterrupted):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(f"fedavg+{suffix}", {}) for suffix in (*fp.methods.SERVER_OPTIMISERS, *fp.methods.WRAPPERS)]
+    [(f"fedavg+{suffix}", {}) for suffix in fp.methods.known_suffixes()]
     + [
         ("scaffold+prototypes+lesam+adam", {}),
         ("fedprox+sam", {"bn": "local-layers"}),

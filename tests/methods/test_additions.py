@@ -202,7 +202,7 @@ class Counted(Addition):
 
 @pytest.mark.thorough
 def test_two_additions_can_both_keep_client_state():
-    counted = in_front(Counted, "counted")(methods.get("scaffold+lesam"), "scaffold+lesam")
+    counted = in_front(Counted, "counted", methods.get("scaffold+lesam"), "scaffold+lesam")
     state, _ = toy.train(toy.simulation(method=counted()))
     expected_state = trained("scaffold+lesam")
     assert_alike(expected_state.servers.variables, state.servers.variables)
@@ -234,7 +234,7 @@ class Replacing(Anew):
 
 def with_suffixes(cls, *suffixes):
     for suffix in suffixes:
-        cls = in_front({**methods._ADDITIONS, **methods.SERVER_OPTIMISERS}[suffix], suffix)(cls, cls.__name__)
+        cls = in_front(methods.known_suffixes()[suffix], suffix, cls, cls.__name__)
     return cls
 
 
