@@ -47,11 +47,12 @@ class Registry(UserDict[str, T], Generic[T]):
     Attributes:
       kind: what messages call a part, such as "method".
       group: name of the entry point group, such as "fedjax_pcdd.methods".
+      own: names of the package's own parts.
     """
 
     def __init__(self, kind: str, plural: str, parts: Mapping[str, T] | None = None):
         """Start with the package's own parts."""
-        self.kind, self.group = kind, f"{PACKAGE}.{plural}"
+        self.kind, self.group, self.own = kind, f"{PACKAGE}.{plural}", frozenset(parts or ())
         super().__init__(parts or {})
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -72,13 +73,17 @@ class Registry(UserDict[str, T], Generic[T]):
 
         return add
 
+    def knows(self, name: str) -> bool:
+        """Whether `find` looks somewhere for a part of this name."""
+        return name in self or is_import_path(name) or (name in _recorded and bool(_recorded[name].object))
+
     def find(self, name: str) -> T:
         """The part with a name or an import path; UserError if there is none, or its file cannot be imported."""
         if is_import_path(name):
             return load_object(name)
         if name in self:
             return self[name]
-        if name in _recorded:
+        if self.knows(name):
             return load_object(f"{_recorded[name].path}:{_recorded[name].object}")
         hint = "several are for a sweep." if "," in name else nearest_part(name, self)
         raise UserError(f"there is no {self.kind} '{name}': {hint}")
@@ -279,6 +284,8 @@ def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
 def origin_of(part: Any, path: str = "") -> Origin | None:
     """Where a part comes from; None for one of this package, or without a file (a notebook's cell).
 
+    Its `object` is "" for an instance that no module holds under a name.
+
     Args:
       path: the import path that the part was found by, if any.
     """
@@ -286,12 +293,21 @@ def origin_of(part: Any, path: str = "") -> Origin | None:
         head, _, tail = path.rpartition(":")
         file = located(path, head) if head.endswith(".py") else getattr(sys.modules.get(head), "__file__", None)
         return None if file is None else origin_of_file(Path(file), tail)
-    module = getattr(part, "__module__", None) or type(part).__module__
-    name = getattr(part, "__qualname__", None) or type(part).__qualname__
+    module, name = (part.__module__, part.__qualname__) if hasattr(part, "__qualname__") else _held_by_module(part)
     if module is None or module.partition(".")[0] == PACKAGE:
         return None
     file = getattr(sys.modules.get(module), "__file__", None)
     return None if file is None else origin_of_file(Path(file), name)
+
+
+def _held_by_module(instance: Any) -> tuple[str, str]:
+    """A module outside this package and the name that an instance has in it; else the module of its class, and ""."""
+    for module, content in reversed(list(sys.modules.items())):  # what is imported comes after what imports it
+        if module.partition(".")[0] != PACKAGE:
+            names = (name for name, value in list(getattr(content, "__dict__", {}).items()) if value is instance)
+            if (name := next(names, None)) is not None:
+                return module, name
+    return type(instance).__module__, ""
 
 
 def origin_of_file(file: Path, name: str = "") -> Origin:

@@ -198,7 +198,7 @@ def test_every_kind_of_part_can_be_named_as_it_was_registered(folder, monkeypatc
     (folder / "named.py").write_text("\n".join([METHOD, PARTS, LION, RANDOM, *lines]))
     load_object("named.py:Net")
     parts = ["--model=own-net", "--dataset=own-random", "--partition=own-by_hand", "--augmentation=own-half_black"]
-    given = [*SMALL, *parts, "--track=own-norm", "--loggers=own-log", "--clients=2", "--train-samples=all"]
+    given = [*SMALL, *parts, "--track=own-norm", "--loggers=own-log", "--clients=2", "--train-samples=60"]
     assert main([*given, "--method=own-fedstep", "--run-dir=method"]) == 0
     assert main([*given, "--method=fedavg+own-lion", "--run-dir=server"]) == 0
     recorded = {}
@@ -207,6 +207,11 @@ def test_every_kind_of_part_can_be_named_as_it_was_registered(folder, monkeypatc
         assert json.loads((run / "track.jsonl").read_text().splitlines()[-1])["own-norm"]["global"]["norm"] > 0
         recorded |= yaml.safe_load((run / "config.yaml").read_text())["from_outside"]
     assert sorted(REGISTERED) == decorators
+    for decorator in decorators:  # as in another process, which finds them by what config.yaml says
+        names = getattr(fp, decorator).__self__
+        monkeypatch.setattr(names, "data", {name: names.data[name] for name in names.own})
+    assert fp.load_run(folder / "method").label == "own-fedstep"
+    assert fp.load_run(folder / "server").label == "fedavg+own-lion"
     assert {origin["object"] for origin in recorded.values()} == set(REGISTERED.values())
 
 
@@ -377,6 +382,15 @@ def test_metadata_of_packages_is_read_once(monkeypatch):
     monkeypatch.syspath_prepend("no-such-folder")
     assert [name for _ in range(3) for name in method_registry] == ["fedavg"] * 3
     assert (len(method_registry), reads) == (1, ["fedjax_pcdd.methods"])
+
+
+def test_an_instance_is_named_by_the_module_that_holds_it(folder):
+    (folder / "instances.py").write_text(PARTS + "import functools\nwide, partly = Net(), functools.partial(Net)\n")
+    for name in ("wide", "partly", "norm"):
+        part = load_object(f"instances.py:{name}")
+        assert registry.origin_of(part) == registry.origin_of_file(folder / "instances.py", name)
+    nameless = type(load_object("instances.py:wide"))()
+    assert registry.origin_of(nameless) == registry.origin_of_file(folder / "instances.py")
 
 
 def test_only_methods_from_outside_have_an_origin(folder):

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.lists import Lists, Partition, check_labels, checked, cut, load_partition
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.registry import Registry, from_outside, is_import_path, located, nearest_part
+from fedjax_pcdd.registry import Registry, from_outside, located, nearest_part
 
 OPTIONS = (  # arguments that a partition function can take
     *("y_train", "y_test", "num_classes", "clients", "seed", "beta", "classes_per_client", "retry", "min_size"),
@@ -48,7 +48,7 @@ def asked_for(name: str) -> frozenset[str] | None:
 
 def check_name(name: str) -> None:
     """Raise a UserError if there is no such partition; files and import paths are checked only when they are used."""
-    if not (is_file(name) or is_import_path(name) or name in PARTITIONS):
+    if not (is_file(name) or PARTITIONS.knows(name)):
         raise UserError(f"unknown partition '{name}': {nearest_part(name, PARTITIONS)}")
 
 

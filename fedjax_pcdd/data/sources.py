@@ -81,12 +81,7 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     if name.endswith(".npz"):
         return read_npz(located(name), keep=keep, mapped=mapped)
     if is_import_path(name) or name in LOADERS:
-        dataset = called(f"data set {name}", LOADERS.find(name))
-        if not isinstance(dataset, Dataset):
-            raise UserError(
-                f"data set {name} must be a function that returns a Dataset, not a {type(dataset).__name__}."
-            )
-        return dataset
+        return _made(name)
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be the name of a data set; {nearest(name, DATASETS)}")
     file = root / f"{name}.npz"
@@ -96,7 +91,17 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     for folder in dict.fromkeys((root / tfds_name, root / name)):
         if prepared := prepared_version(folder):
             return read_tfds(prepared, name, mapped)
+    if LOADERS.knows(name):  # registered where a run that is read began
+        return _made(name)
     raise UserError(_advice(name, root, file, root / tfds_name))
+
+
+def _made(name: str) -> Dataset:
+    """The data set that a function from outside returns."""
+    dataset = called(f"data set {name}", LOADERS.find(name))
+    if not isinstance(dataset, Dataset):
+        raise UserError(f"data set {name} must be a function that returns a Dataset, not a {type(dataset).__name__}.")
+    return dataset
 
 
 def _federation(name: str, root: Path) -> Path | None:

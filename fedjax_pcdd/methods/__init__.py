@@ -55,7 +55,7 @@ from fedjax_pcdd.methods.server_step import ServerStep
 from fedjax_pcdd.methods.solo import Solo
 from fedjax_pcdd.methods.with_prototypes import Prototypes
 from fedjax_pcdd.methods.wrappers import SEPARATOR, Addition, wrapped
-from fedjax_pcdd.registry import Registry, is_import_path, load_object
+from fedjax_pcdd.registry import Registry
 
 _OWN = (
     FedAvg, FedProx, FedProc, FedMR, FedGELA, MOON, FedProto, FedNova, FedDyn, FedDC, Scaffold, Solo, FedRS, FedLC,
@@ -92,8 +92,8 @@ def get(name: str) -> type[Method]:
     cls = METHODS.find(plain)
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise UserError(f"{plain} is not a method: derive a dataclass from fp.Method.")
-    added = {suffix: _addition(suffix, load_object(suffix)) for suffix in suffixes if is_import_path(suffix)}
-    added |= {name: _addition(name, SERVER_OPTIMISERS[name]) for name in suffixes if name in SERVER_OPTIMISERS}
+    named = [suffix for suffix in suffixes if SERVER_OPTIMISERS.knows(suffix)]
+    added = {suffix: _addition(suffix, SERVER_OPTIMISERS.find(suffix)) for suffix in named}
     return wrapped(cls, plain, suffixes, {**known_suffixes(), **added} if suffixes else {})
 
 

@@ -58,8 +58,7 @@ def _origin(registry: Registry, name: str) -> Origin | None:
         return origin_of_file(located(name)) if is_there(located(name)) else None  # if missing, reported elsewhere
     if is_import_path(name):
         return origin_of(registry.find(name), name)
-    part: Any = registry.find(name) if name in registry else None
-    return None if part is None else origin_of(part)
+    return origin_of(registry.find(name)) if name in registry and name not in registry.own else None
 
 
 def recorded_origins(value: Any, source: str) -> dict[str, Origin]:

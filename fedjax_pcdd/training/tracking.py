@@ -23,7 +23,7 @@ from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.parts import without_collection
-from fedjax_pcdd.registry import called, from_outside, is_import_path, short_name, takes
+from fedjax_pcdd.registry import called, from_outside, short_name, takes
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.trained_models import parts_of
@@ -45,7 +45,7 @@ def names_of(text: str | None) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text else ()
     for name in names:
-        if name not in QUANTITIES and not is_import_path(name):
+        if not QUANTITIES.knows(name):
             raise UserError(f"knows no '{name}': {nearest(name, QUANTITIES)}", field="track")
         if not isinstance(QUANTITIES.find(name), Quantity):
             raise UserError(f"takes an `fp.Quantity`, which {name} is not: see docs/bring_your_own.md.", field="track")
