@@ -5,16 +5,14 @@ python -m benchmarks.breakdown --workloads w1 w2 w4 --cores=1 --out benchmarks/r
 
 import argparse
 import re
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks.overhead import simulate
-from benchmarks.round_time import federation
-from benchmarks.table import hardware, pin, save
+from benchmarks.round_time import federation, profile
+from benchmarks.table import hardware, on, pin, save
 from benchmarks.workloads import WORKLOADS
 from fedjax_pcdd.engine.simulation import Simulation
 
@@ -48,28 +46,17 @@ def instructions(text: str) -> dict[str, tuple[str, str]]:
 
 def profiled(simulated: Simulation) -> dict[str, float]:
     """Nanoseconds of each operation in one round that compiles nothing."""
-    state, _ = jax.block_until_ready(simulated.step(simulated.start(), 0))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(simulated.step(state, 1))
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(file))
-    events = (event for plane in data.planes for line in plane.lines for event in line.events)
+    events = (event for plane in profile(simulated).planes for line in plane.lines for event in line.events)
     spent: dict[str, float] = defaultdict(float)
     for event in events:
         spent[event.name] += event.duration_ns
     return spent
 
 
-def compiled_text(simulated: Simulation) -> str:
-    """The optimised program of a round."""
-    return str(simulated.compile(simulated.start()).as_text())
-
-
 def measure(name: str, method: str) -> dict[str, Any]:
     """Milliseconds of a round of one workload by layer and kind."""
     simulated = simulate(method, WORKLOADS[name], federation(WORKLOADS[name]))
-    operations = instructions(compiled_text(simulated))
+    operations = instructions(str(simulated.compile(simulated.start()).as_text()))
     by_layer, by_kind = (defaultdict[str, float](float) for _ in range(2))
     for operation, spent in profiled(simulated).items():
         if operation in operations:
@@ -81,20 +68,12 @@ def measure(name: str, method: str) -> dict[str, Any]:
 
 def markdown(machine: dict, method: str, results: dict[str, dict[str, Any]]) -> str:
     """A table for each workload, with the slowest layers first."""
-    machine_text = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
-    text = [f"Milliseconds of a round of {method} by layer. {machine_text}, jax {jax.__version__}, {machine['date']}."]
+    text = [f"Milliseconds of a round of {method} by layer. {on(machine)}, jax {jax.__version__}, {machine['date']}."]
     for name, times in results.items():
         total = sum(times["layers"].values())
         kinds = ", ".join(f"{kind} {spent / total:.0%}" for kind, spent in sorted(times["kinds"].items()))
-        text += [
-            "",
-            f"## {name.upper()}",
-            "",
-            f"{total:.0f} ms in all: {kinds}.",
-            "",
-            "| layer | ms | share |",
-            "|---|---:|---:|",
-        ]
+        text += ["", f"## {name.upper()}", "", f"{total:.0f} ms in all: {kinds}.", ""]
+        text += ["| layer | ms | share |", "|---|---:|---:|"]
         rows = list(times["layers"].items())[:12]
         text += [f"| {layer} | {spent:.1f} | {spent / total:.0%} |" for layer, spent in rows]
     return "\n".join([*text, ""])

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from benchmarks.sweeps import SWEEPS, options
-from benchmarks.table import hardware, parser, pin, save
+from benchmarks.table import hardware, on, parser, pin, save
 from fedjax_pcdd.api.runs import run
+from fedjax_pcdd.training.callbacks import Function
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.loop import Callback
 from fedjax_pcdd.training.tasks import setup
 
 EVERY = {"every round": 1, "auto": "auto", "none": 10**6}
@@ -37,28 +37,18 @@ number of the timed rounds with a checkpoint. Of W3 only the checkpoint is timed
 """
 
 
-class Clock(Callback):
-    """The time at the end of every round."""
-
-    def __init__(self):
-        self.times: list[float] = []
-
-    def on_round(self, run, report):
-        self.times.append(perf_counter())
-
-
 def round_ms(settings: dict[str, Any], folder: Path) -> tuple[float, int]:
     """Milliseconds of a round after the warm-up, and how many of these rounds wrote a checkpoint."""
-    clock, writes = Clock(), []
+    times, writes = [], []
     checkpoints: Any = Checkpoints
     write = checkpoints._write
     checkpoints._write = lambda self, round, *rest: (writes.append(round), write(self, round, *rest))
     try:
-        run(*build(settings | {"run_dir": folder}), callbacks=[clock])
+        run(*build(settings | {"run_dir": folder}), callbacks=[Function(lambda *_: times.append(perf_counter()))])
     finally:
         checkpoints._write = write
-    seconds = clock.times[-1] - clock.times[WARM_UP]
-    return 1e3 * seconds / (len(clock.times) - 1 - WARM_UP), sum(round > WARM_UP for round in writes)
+    seconds = times[-1] - times[WARM_UP]
+    return 1e3 * seconds / (len(times) - 1 - WARM_UP), sum(round > WARM_UP for round in writes)
 
 
 def checkpoint_ms(settings: dict[str, Any], folder: Path, repeats: int = 9) -> tuple[float, float]:
@@ -110,8 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in args.workloads:
         results[name] = measure(name, args.rounds, args.repeats)
         print(name, results[name], flush=True)
-    cores, device = f"{machine['cores_used'] or 'all'} of {machine['cores']} cores", jax.devices()[0].device_kind
-    title = f"{machine['cpu']}, {cores}, jax {jax.__version__} ({device}), {machine['date']}."
+    title = f"{on(machine)}, jax {jax.__version__} ({jax.devices()[0].device_kind}), {machine['date']}."
     text = "\n".join([title, "", HEAD, 9 * "|---" + "|", *(row(*item) for item in results.items()), NOTE])
     save(args.out, {"machine": machine | {"jax": jax.__version__}, "results": results}, text)
 

@@ -17,7 +17,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +25,21 @@ from jax import lax
 from benchmarks.racing import Runner, race
 from benchmarks.table import hardware, pin, save
 from benchmarks.workloads import CLASSES, WORKLOADS, Workload
-from fedjax_pcdd.models import build, convolution
-from fedjax_pcdd.models.convolution_forms import FORMS, Window, fits, forward, input_gradient, weight_gradient
-from fedjax_pcdd.models.convolution_table import LANES, TABLE, Rule, default_rule
+from fedjax_pcdd.engine.tuning import COMPUTE, MARGIN
+from fedjax_pcdd.models import build
+from fedjax_pcdd.models.convolution_forms import FORMS, Window, fits
+from fedjax_pcdd.models.convolution_table import LANES, TABLE, Listing, Rule, choosing, default_rule
 
 CASES = {name: WORKLOADS[name] for name in ("w1", "w2", "w3")} | {
     "digits": Workload("mcmahan_cnn", (8, 8, 1), clients=10, per_client=100, batch=50),
     "resnet8": Workload("resnet8", (32, 32, 3), clients=10, per_client=1000, batch=50),
 }
-COMPUTE = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "cpu": {
         "512-bit": {"xla_cpu_prefer_vector_width": 512},
         "YNNPACK": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"},
     }
 }
-MARGIN = 1.1
 TRIALS = ("NCHW", "cut", "512-bit", "YNNPACK")
 
 
@@ -83,18 +81,15 @@ class Layer(NamedTuple):
 
 def layers(workloads: Iterable[Workload]) -> list[Layer]:
     """The convolutions that `client_conv` computes for these models, each shape once, found by tracing them."""
-    distinct: dict[str, Layer] = {}
-
-    def record(x, w, window, _):
-        layer = Layer(window, x.shape[0], x.shape[3], w.shape[3])
-        distinct.setdefault(json.dumps(layer.shape), layer)
-        return forward("direct", x, w, window)
-
-    with mock.patch.object(convolution, "_convolve", record):
+    listing, distinct = Listing(), {}
+    with choosing(listing):
         for workload in workloads:
             model = build(workload.model, num_classes=CLASSES, image_shape=workload.shape)
             images = jax.ShapeDtypeStruct((workload.batch, *workload.shape), jnp.float32)
             jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), images)
+    for asked in listing.asked:
+        layer = Layer(asked.window, asked.batch, asked.inputs, asked.outputs)
+        distinct.setdefault(json.dumps(layer.shape), layer)
     return list(distinct.values())
 
 
@@ -265,13 +260,6 @@ def measure_all(models: Iterable[str], lanes: int, repeats: int) -> list[tuple[L
     return measured
 
 
-def here(cores: int) -> dict[str, Any]:
-    """The machine, its device, the version of JAX, and the load of the machine."""
-    machine = hardware(pin(cores))
-    load = " ".join(f"{x:.1f}" for x in os.getloadavg())
-    return machine | {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "load": load}
-
-
 def main(argv: list[str] | None = None) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
@@ -282,7 +270,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", help="path of the files to write, without their ending")
     parser.add_argument("--update", action="store_true", help=f"write these models' shapes into {TABLE.name}")
     args = parser.parse_args(argv)
-    machine = here(args.cores)
+    machine = hardware(pin(args.cores)) | {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    machine["load"] = " ".join(f"{x:.1f}" for x in os.getloadavg())
     measured_on = "{cpu}, {cores_used} of {cores} cores, jax {jax} ({device}), load {load}, {date}".format(**machine)
     measured = measure_all(args.models, args.lanes, args.repeats)
     results = [layer._asdict() | {"operations": records} for layer, records in measured]

@@ -18,16 +18,10 @@ from pathlib import Path
 import jax
 
 from benchmarks import workloads
-from benchmarks.round_time import build, federation
+from benchmarks.round_time import federation, simulation
 from benchmarks.table import hardware, run, save
-from benchmarks.workloads import LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS
-from fedjax_pcdd.data.augment import Pipeline
+from benchmarks.workloads import WORKLOADS
 from fedjax_pcdd.engine.devices import select_device
-from fedjax_pcdd.engine.execution import Execution
-from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.simulation import Simulation
-from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Local
 
 HEADER = (
     "| | devices | one device, s | with as many lanes, s | all devices, s | speed-up, medians | fastest rounds "
@@ -54,15 +48,10 @@ def busy() -> dict[str, float]:
 def measure(name: str, devices: int, rounds: int) -> dict:
     """The record of one workload, measured in this process."""
     select_device("cpu", devices)
-    workload = WORKLOADS[name]
-    federated, local = federation(workload), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
-    method = METHODS["fedavg"]()
-    contestants, times = {}, {}
+    workload, contestants, times = WORKLOADS[name], {}, {}
+    federated = federation(workload)
     for label, number, lanes in (("one", 1, 1), ("lanes", 1, devices), ("all", devices, 1)):
-        simulated = Simulation(
-            method.build(build(workload)), [Experiment(federated, method, local, 0)], pipeline=Pipeline(),
-            cohort=workload.clients, execution=Execution(lanes=lanes, devices=number),
-        )  # fmt: skip
+        simulated = simulation(workload, federated, lanes, number)
         contestants[label] = [simulated, simulated.start()]
         times[label] = []
     for r in range(rounds + 1):

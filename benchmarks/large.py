@@ -8,7 +8,6 @@ FedAvg, which keeps nothing of a client, and SCAFFOLD, whose clients each keep a
 mapped file as large as they are, but sparse: all are black, which costs as much as any others.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -24,7 +23,7 @@ import jax
 import numpy as np
 
 from benchmarks.round_time import build, device_peak_mb
-from benchmarks.table import ROOT, hardware, pin, save
+from benchmarks.table import ROOT, hardware, on, parser, pin, save
 from benchmarks.workloads import CLASSES, LR, WEIGHT_DECAY, WORKLOADS, Workload, peak_memory_mb
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.dataset import Dataset
@@ -112,23 +111,19 @@ def markdown(machine: dict, records: list[dict]) -> str:
         lines.append(
             f"| {' | '.join(map(str, cells))} | {r['peak_memory_mb']} | {r['images_mb']} | {r['client_state_mb']} |"
         )
-    cores = f"{machine['cores_used']} of {machine['cores']} cores"
-    machine_text = f"{machine['cpu']}, {cores}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}"
+    machine_text = f"{on(machine)}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}"
     text = f"Cohort of {COHORT}, {SAMPLES} samples a client, logistic regression. {machine_text}."
     return "\n".join([text, "", *lines, NOTE])
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, help="of one setting; without it all of a table are measured")
-    parser.add_argument("--method", default="fedavg")
-    parser.add_argument("--data", choices=("device", "stream"), default="device", help="where the samples are")
-    parser.add_argument("--client-state", choices=STATES, default="device", help="where it lives between rounds")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after the first")
-    parser.add_argument("--cores", type=int, default=1, help="on which it runs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--out", help="path of the table's files, without their ending")
-    args = parser.parse_args(argv)
+    options = parser(__doc__)
+    options.add_argument("--clients", type=int, help="of one setting; without it all of a table are measured")
+    options.add_argument("--method", default="fedavg")
+    options.add_argument("--data", choices=("device", "stream"), default="device", help="where the samples are")
+    options.add_argument("--client-state", choices=STATES, default="device", help="where it lives between rounds")
+    options.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    args = options.parse_args(argv)
     machine = hardware(pin(args.cores))
     if args.clients:
         with tempfile.TemporaryDirectory() as folder:
@@ -137,8 +132,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     records = []
     for setting in SETTINGS:
-        options = [f"--{name}={value}" for name, value in setting.items()]
-        command = [sys.executable, "-m", "benchmarks.large", *options, f"--rounds={args.rounds}"]
+        chosen = [f"--{name}={value}" for name, value in setting.items()]
+        command = [sys.executable, "-m", "benchmarks.large", *chosen, f"--rounds={args.rounds}"]
         process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         records.append(json.loads(process.stdout.splitlines()[-1]))
         print(records[-1], file=sys.stderr, flush=True)

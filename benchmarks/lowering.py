@@ -9,7 +9,6 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from benchmarks.cases import Case
@@ -82,7 +81,7 @@ class Digests:
             self._end()
         return answer
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _end(self) -> None:

@@ -9,7 +9,6 @@ layers, generated features), then also its server, reading and writing what its 
 arithmetic on arrays as large as the parameters.
 """
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable
@@ -22,18 +21,16 @@ import numpy as np
 
 from benchmarks.limits import seconds_of
 from benchmarks.racing import clock
-from benchmarks.round_time import build, federation
-from benchmarks.table import hardware, pin, save
+from benchmarks.round_time import build, federation, simulation
+from benchmarks.table import hardware, on, parser, pin, save
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
 from fedjax_pcdd.analysis.traffic import in_words, traffic
-from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.jobs import Inputs
 from fedjax_pcdd.engine.lanes import run_lanes
-from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import compiler_options
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Local, ServerContext
+from fedjax_pcdd.methods.method import ServerContext
 from fedjax_pcdd.models.classifier import forward, initialise
 from fedjax_pcdd.models.generator import generate
 from fedjax_pcdd.trees import select
@@ -80,11 +77,7 @@ class Cost(NamedTuple):
 
 def simulate(name: str, workload: Workload, parts: Any) -> Simulation:
     """One local epoch of a method on one lane."""
-    method, local = METHODS[name](), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
-    return Simulation(
-        method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
-        cohort=workload.clients, rounds=1000,  # CCVR's last round is different
-    )  # fmt: skip
+    return simulation(workload, parts, 1, method=name, rounds=1000)  # CCVR's last round is different
 
 
 def timer(simulated: Simulation) -> Callable[[], tuple[float, float]]:
@@ -236,8 +229,7 @@ def measure(workload: Workload, names: list[str], rounds: int) -> list[Cost]:
 
 def markdown(machine: dict, results: dict[str, list[Cost]]) -> str:
     """One table for each workload."""
-    machine_text = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
-    text = [f"One lane. {machine_text}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}."]
+    text = [f"One lane. {on(machine)}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}."]
     header = "| method | s a round | times FedAvg | by processor time | passes explain | with all parts | held |"
     for workload, costs in results.items():
         text += ["", f"## {workload.upper()}", "", header, "|---" * 7 + "|"]
@@ -259,21 +251,15 @@ def summary(results: dict[str, list[Cost]]) -> list[str]:
     return lines
 
 
-def _plain(method: Any) -> bool:
-    """Whether a method runs on a partition without public images and models of its own."""
-    return not method.traits().needs_public
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["w1", "w4"])
-    parser.add_argument("--methods", nargs="+", help="by default all that need no public images")
-    parser.add_argument("--cores", type=int, help="bind this process to so many")
-    parser.add_argument("--rounds", type=int, default=8, help="timed rounds of each method")
-    parser.add_argument("--out", help="path of the files to write, without their ending")
-    args = parser.parse_args(argv)
+    options = parser(__doc__)
+    options.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["w1", "w4"])
+    options.add_argument("--methods", nargs="+", help="by default all that need no public images")
+    options.set_defaults(rounds=8, cores=None)
+    args = options.parse_args(argv)
     machine = hardware(pin(args.cores) if args.cores else None)
-    names = args.methods or [name for name, cls in METHODS.items() if _plain(cls()) and name not in UNLIKE]
+    plain = [name for name, cls in METHODS.items() if not cls().traits().needs_public and name not in UNLIKE]
+    names = args.methods or plain
     results: dict[str, list[Cost]] = {}
     for name in args.workloads:
         results[name] = measure(WORKLOADS[name], names, args.rounds)

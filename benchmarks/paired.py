@@ -40,7 +40,6 @@ class Contestant:
         self.process = subprocess.Popen(
             command, cwd=checkout, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.seconds: list[float] = []
 
     def round(self) -> float:
         """Processor seconds of one more round."""
@@ -104,7 +103,7 @@ def serve(kind: str, workload: str) -> None:
         print(time.process_time() - begun, flush=True)
 
 
-def race(workload: str, contestants: dict[str, Contestant], seconds: float) -> dict[str, list[float]]:
+def race(contestants: dict[str, Contestant], seconds: float) -> dict[str, list[float]]:
     """Seconds of rounds in turn, in an order drawn anew each time, after two warm-up rounds; at least five of each."""
     for _ in range(2):
         for contestant in contestants.values():
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             contestants[BEFORE] = Contestant("engine", workload, args.python, args.before.absolute())
         if args.control:
             contestants[AGAIN] = Contestant("engine", workload, args.python, ROOT)
-        seconds = race(workload, contestants, args.seconds)
+        seconds = race(contestants, args.seconds)
         for contestant in contestants.values():
             contestant.close()
         before = _commit(args.before) if args.before else None

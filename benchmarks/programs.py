@@ -5,7 +5,6 @@ captured with its arguments before it runs.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -21,7 +20,7 @@ from benchmarks import forms, round_time
 from benchmarks.cases import FEDERATIONS, PARTS, Case
 from benchmarks.targets import TARGETS, sharding_on
 from benchmarks.turns import tagged
-from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, Workload
+from benchmarks.workloads import CLASSES, LR, MOMENTUM
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.dataset import Dataset
@@ -29,7 +28,6 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.groups import Groups, Public
-from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import get
 from fedjax_pcdd.methods.method import Local
@@ -86,12 +84,6 @@ def digest(lowered: Lowered, target: str, *further: str) -> str:
     return hashlib.sha256("\n".join(inputs).encode()).hexdigest()[:16]
 
 
-def compile(lowered: Lowered) -> tuple[Any, float]:
-    """The compiled program, and the seconds that compiling took."""
-    begun = time.perf_counter()
-    return lowered.compile(), time.perf_counter() - begun
-
-
 class _Reached(Exception):
     """A compiled function was called; its arguments are (function, its arguments)."""
 
@@ -123,21 +115,12 @@ def _of(function: Any, args: Sequence[Any]) -> Traced:
 
 
 def _simulation(case: Case) -> Simulation:
-    """The simulation of a case; the only function here that knows how to build one."""
-    workload = _workload(case)
-    federated = round_time.federation(workload)
-    method = get(case.method)()
-    local = Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
-    public = (_images(PUBLIC_IMAGES, workload.shape), Pipeline()) if method.traits().public else None
-    return Simulation(
-        method.build(round_time.build(workload)), [Experiment(federated, method, local, 0)], pipeline=Pipeline(),
-        cohort=workload.clients, execution=Execution(lanes=case.lanes), public=public,
-    )  # fmt: skip
-
-
-def _workload(case: Case) -> Workload:
+    """The simulation of a case."""
     workload = FEDERATIONS[case.workload]
-    return replace(workload, clients=case.clients or workload.clients)
+    workload = replace(workload, clients=case.clients or workload.clients)
+    federated, traits = round_time.federation(workload), get(case.method)().traits()
+    public = (_images(PUBLIC_IMAGES, workload.shape), Pipeline()) if traits.public else None
+    return round_time.simulation(workload, federated, case.lanes, method=case.method, public=public)
 
 
 def _images(count: int, shape: tuple[int, ...]) -> np.ndarray:

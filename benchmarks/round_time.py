@@ -5,6 +5,8 @@ python -m benchmarks.round_time --workload=w1 --rounds=8 --lanes=auto --devices=
 
 import argparse
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -27,7 +29,7 @@ from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods import get
 from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import Classifier, sizes
 
@@ -79,13 +81,19 @@ def simulation(
     method: str = "fedavg",
     precision: str = "float32",
     block: int | None = None,
+    **options: Any,
 ) -> Simulation:
-    """A method as the workload describes it, computing in the given precision; block: as in `Simulation`."""
+    """A method as the workload describes it, computing in the given precision.
+
+    Args:
+      block: as in `Execution`.
+      options: further ones of `Simulation`.
+    """
     local = Local(workload.epochs, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
-    algorithm = METHODS[method]()
+    algorithm = get(method)()
     return Simulation(
         algorithm.build(build(workload, precision)), [Experiment(parts, algorithm, local, 0)], pipeline=Pipeline(),
-        cohort=workload.participants,
+        cohort=workload.participants, **options,
         execution=Execution(lanes=lanes, devices=devices, dtype=TYPES[precision], block=block),
     )  # fmt: skip
 
@@ -111,6 +119,16 @@ def time_rounds(simulated: Simulation, rounds: int) -> list[tuple[float, float]]
         jax.block_until_ready((state, report))
         marks.append(workloads.clocks())
     return marks
+
+
+def profile(simulated: Simulation) -> Any:
+    """JAX's `ProfileData` of one round that compiles nothing."""
+    state, _ = jax.block_until_ready(simulated.step(simulated.start(), 0))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(simulated.step(state, 1))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return jax.profiler.ProfileData.from_file(str(file))
 
 
 def device_peak_mb(device) -> float | None:

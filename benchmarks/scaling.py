@@ -8,7 +8,6 @@ of: the client, the sample or the step that a simulator without overhead would p
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,19 +15,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.round_time import build, federation
+from benchmarks.round_time import build, federation, simulation, time_rounds
 from benchmarks.table import hardware, save
-from benchmarks.workloads import LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload, peak_memory_mb
-from fedjax_pcdd.data.augment import Pipeline
+from benchmarks.workloads import WORKLOADS, Workload, peak_memory_mb
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.data.partition import dirichlet
-from fedjax_pcdd.engine.execution import Execution
-from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.simulation import Simulation
-from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import sizes
 
 SMALL = replace(WORKLOADS["w4lr"], clients=10)
@@ -50,29 +43,14 @@ class Point(NamedTuple):
     lanes: int
 
 
-def _time(
-    workload: Workload, federated: Federation, *, cohort: int, lanes: int, rounds: int
-) -> tuple[Simulation, list]:
-    method, local = METHODS["fedavg"](), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
-    simulated = Simulation(
-        method.build(build(workload)), [Experiment(federated, method, local, 0)], pipeline=Pipeline(), cohort=cohort,
-        execution=Execution(lanes=lanes),
-    )  # fmt: skip
-    state, marks = simulated.start(), [time.perf_counter()]
-    for r in range(rounds + 1):
-        state, report = simulated.step(state, r)
-        jax.block_until_ready((state, report))
-        marks.append(time.perf_counter())
-    return simulated, np.diff(marks).tolist()
-
-
-def point(series: str, x, workload: Workload, parts: Federation, *, cohort: int, lanes: int, rounds: int, of: str):
+def point(series: str, x, workload: Workload, parts: Federation, *, lanes: int, rounds: int, of: str):
     """Time one setting; `of` is what the seconds are divided by: clients, samples or steps."""
-    simulated, seconds = _time(workload, parts, cohort=cohort, lanes=lanes, rounds=rounds)
+    simulated = simulation(workload, parts, lanes)
+    seconds = np.diff([wall for wall, _ in time_rounds(simulated, rounds)]).tolist()
     median = statistics.median(seconds[1:])
     jobs, _ = simulated.jobs(1)
     steps = int(jobs.steps.sum())
-    divisor = {"clients": cohort, "samples": steps * workload.batch, "steps": steps}[of]
+    divisor = {"clients": workload.participants, "samples": steps * workload.batch, "steps": steps}[of]
     memory = peak_memory_mb()
     return Point(series, x, median, median / divisor, seconds[0] - median, memory, simulated.program.lanes)
 
@@ -92,25 +70,24 @@ def points(most_clients: int, rounds: int) -> Iterator[Point]:
     for clients in (n for n in (10, 100, 1000, 10000) if n <= most_clients):
         workload = replace(SMALL, clients=clients)
         federated = federation(workload)
-        yield point("clients", clients, workload, federated, cohort=clients, lanes=1, rounds=rounds, of="clients")
+        yield point("clients", clients, workload, federated, lanes=1, rounds=rounds, of="clients")
     for cohort in (n for n in (1, 10, 100, 1000) if n <= clients):
-        yield point("cohort", cohort, workload, federated, cohort=cohort, lanes=1, rounds=rounds, of="clients")
+        chosen = replace(workload, cohort=cohort)
+        yield point("cohort", cohort, chosen, federated, lanes=1, rounds=rounds, of="clients")
     workload = replace(WORKLOADS["w4"], clients=64, per_client=40)
     federated = federation(workload)
     for lanes in (1, 2, 4, 8, 16, 32):
-        yield point("lanes", lanes, workload, federated, cohort=64, lanes=lanes, rounds=rounds, of="samples")
+        yield point("lanes", lanes, workload, federated, lanes=lanes, rounds=rounds, of="samples")
     for model, shape in MODELS.items():
         workload = Workload(model, shape, clients=10, per_client=100, batch=50)
         number = sizes(build(workload), shape).params
-        yield point(
-            "parameters", number, workload, federation(workload), cohort=10, lanes=1, rounds=rounds, of="samples"
-        )
+        yield point("parameters", number, workload, federation(workload), lanes=1, rounds=rounds, of="samples")
     workload = replace(WORKLOADS["w4"], clients=50, per_client=40)
     for lanes in (1, 8):
         for beta in BETAS:
             federated = ragged(workload, beta)
             name = f"beta, {lanes} lane{'s' * (lanes > 1)}"
-            yield point(name, beta, workload, federated, cohort=50, lanes=lanes, rounds=rounds, of="steps")
+            yield point(name, beta, workload, federated, lanes=lanes, rounds=rounds, of="steps")
 
 
 def draw(points: list[Point], path: str) -> None:

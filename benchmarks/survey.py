@@ -6,7 +6,6 @@ that leaves the programs as they are makes records stale.
 """
 
 import json
-import os
 import queue
 import re
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import PARTS, Case
+from fedjax_pcdd.training.fields import write_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "accelerator"
@@ -95,30 +95,16 @@ class Survey:
         self.cases: dict[str, dict[str, Case]] = {}
         self._lock = threading.Lock()
 
-    def records(self, target: str, section: str) -> dict[str, Record]:
-        """The records of a section, by the names of their cases."""
-        return self.targets.get(target, {}).get(section, {})
-
     def add(self, target: str, section: str, name: str, record: Record) -> None:
-        """Add a record, and write the file."""
+        """Add a record, and write the files."""
         with self._lock:
             sections = self.targets.setdefault(target, {})
             records = sections.get(section, {}) | {name: record}
             sections[section] = {name: records[name] for name in sorted(records, key=in_order)}
             self.targets[target] = {name: sections[name] for name in SECTIONS if name in sections}
             if self.writes:
-                self._write()
-
-    def _write(self) -> None:
-        path = self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix, text in (
-            (".json", json.dumps(self.targets, indent=1) + "\n"),
-            (".md", markdown(self.targets, self.cases)),
-        ):
-            new = path.with_suffix(f"{suffix}.new")
-            new.write_text(text)
-            os.replace(new, path.with_suffix(suffix))
+                write_text(self.path.with_suffix(".json"), json.dumps(self.targets, indent=1) + "\n", "another `out`")
+                write_text(self.path.with_suffix(".md"), markdown(self.targets, self.cases), "another `out`")
 
 
 def in_order(name: str) -> list[str]:
@@ -154,7 +140,7 @@ def run(
 
     def update(job: tuple[str, str, Case]) -> tuple[str, str, Record]:
         section, name, case = job
-        previous = survey.records(target, section).get(name, {})
+        previous = survey.targets.get(target, {}).get(section, {}).get(name, {})
         if "program" in previous and previous["program"] == digest(case):
             return section, name, previous
         record = summary(measure(case, target))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.table import hardware, parser, pin, save
+from benchmarks.table import hardware, on, parser, pin, save
 from benchmarks.workloads import CLASSES, WORKLOADS
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.runs import run, run_together
@@ -107,14 +107,8 @@ def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, float]:
 def markdown(machine: dict, experiments: int, rounds: int, results: dict[str, dict]) -> str:
     """The tables of the seconds and of the ratios."""
     device = jax.devices()[0].device_kind
-    machine_text = (
-        f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores, jax {jax.__version__}"
-    )
-    lines = [
-        f"{experiments} experiments of {rounds} rounds. {machine_text} ({device}), {machine['date']}.",
-        "",
-        HEAD[0],
-    ]
+    machine_text = f"{on(machine)}, jax {jax.__version__} ({device}), {machine['date']}"
+    lines = [f"{experiments} experiments of {rounds} rounds. {machine_text}.", "", HEAD[0]]
     for name, record in results.items():
         for side in ("alone", "together"):
             r = record[side]

@@ -61,6 +61,11 @@ def hardware(cores: int | None) -> dict:
     }
 
 
+def on(machine: dict) -> str:
+    """The processor of a machine and its cores, in words."""
+    return f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
+
+
 def compare(name: str, args: argparse.Namespace) -> dict[str, dict]:
     """For each of the three contestants the run with the best median; their runs alternate."""
     options, torch = (f"--workload={name}", f"--rounds={args.rounds}"), args.torch_python
@@ -93,11 +98,10 @@ def markdown(machine: dict, results: dict[str, dict[str, dict]]) -> str:
     """The table, with the machine that it was measured on."""
     first = next(iter(results.values()))
     versions = f"jax {first['ours']['jax']} ({first['ours']['device']}), torch {first['plain']['torch']}"
-    cores = f"{machine['cores_used'] or 'all'} of {machine['cores']} cores"
-    machine_text = f"{machine['cpu']}, {cores}, {versions}, {machine['date']}"
+    text = f"Seconds a round. {on(machine)}, {versions}, {machine['date']}."
     rule = "|---" * HEADER.count(" |") + "|"
     rows = [row(name, records) for name, records in results.items()]
-    return "\n".join([f"Seconds a round. {machine_text}.", "", HEADER, rule, *rows, "", NOTE, ""])
+    return "\n".join([text, "", HEADER, rule, *rows, "", NOTE, ""])
 
 
 def save(out: str | None, record: dict, text: str) -> None:

@@ -113,24 +113,22 @@ def measure(
     for _ in range(rounds + 1):
         round_of(server, replicas, clients, workload.epochs, half)
         marks.append(finished(device))
-    kind = "compiled" if compiled else "tuned" if tuned else ""
+    bench = "torch_loop_compiled" if compiled else "torch_loop_tuned" if tuned else "torch_loop"
+    return {"bench": bench, "workload": name, "threads": threads, **costs(workload, marks, server.parameters(), device)}
+
+
+def costs(workload: Workload, marks: list[tuple[float, float]], parameters: Iterable[Any], device: str) -> dict:
+    """The part of a record that all benchmarks in PyTorch share."""
+    on_cpu = device == "cpu"
     return {
-        "bench": f"torch_loop_{kind}".rstrip("_"),
-        "workload": name,
         **workloads.timing(marks, workload.samples),
         "peak_memory_mb": workloads.peak_memory_mb(),
-        "device_peak_memory_mb": device_peak_mb(device),
-        "threads": threads,
+        "device_peak_memory_mb": None if on_cpu else round(torch.cuda.max_memory_allocated() / 2**20, 1),
         "clients": workload.clients,
-        "params": sum(p.numel() for p in server.parameters()),
-        "device": device if device == "cpu" else torch.cuda.get_device_name(),
+        "params": sum(p.numel() for p in parameters),
+        "device": device if on_cpu else torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-
-
-def device_peak_mb(device: str) -> float | None:
-    """Peak memory of PyTorch's tensors on an accelerator, MiB."""
-    return None if device == "cpu" else round(torch.cuda.max_memory_allocated() / 2**20, 1)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, replace_all_batch_norm_modules_, v
 from torch.nn.functional import cross_entropy
 
 from benchmarks import torch_models, workloads
-from benchmarks.torch_loop import device_peak_mb, finished
+from benchmarks.torch_loop import costs, finished
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, Workload
 
 Params = dict[str, Any]
@@ -68,17 +68,7 @@ def measure(name: str, workload: Workload, rounds: int, device: str = "cpu") -> 
     for _ in range(rounds + 1):
         server = cohort.round(server)
         marks.append(finished(device))
-    return {
-        "bench": "torch_vmap",
-        "workload": name,
-        **workloads.timing(marks, workload.samples),
-        "peak_memory_mb": workloads.peak_memory_mb(),
-        "device_peak_memory_mb": device_peak_mb(device),
-        "clients": workload.clients,
-        "params": sum(p.numel() for p in server.values()),
-        "device": device if device == "cpu" else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
+    return {"bench": "torch_vmap", "workload": name, **costs(workload, marks, server.values(), device)}
 
 
 def main(argv: list[str] | None = None) -> None:

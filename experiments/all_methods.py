@@ -126,16 +126,12 @@ def table(name: str) -> Table:
 def _tuned(name: str) -> dict[str, tuple[Cell, Cell]]:
     """Accuracy and tuned setting of each method that the leaderboard has on this split."""
     network_and_split = NETWORKS.get(name, "simple_cnn"), name
-    entries = [entry for entry in read_results(LEADERBOARD) if (entry["network"], entry["split"]) == network_and_split]
-    settings = {
-        entry["method"]: ", ".join(f"{key} {value}" for key, value in (entry["chosen"] or {}).items())
-        for entry in entries
-    }
     return {
         entry["method"]: (
             over_seeds((seed.get("ga_mean_last10") for seed in entry["seeds"]), factor=100.0),
-            Cell(text=settings[entry["method"]]),
-        ) for entry in entries
+            Cell(text=", ".join(f"{key} {value}" for key, value in (entry["chosen"] or {}).items())),
+        )
+        for entry in read_results(LEADERBOARD) if (entry["network"], entry["split"]) == network_and_split
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -53,8 +54,6 @@ def environment(part: int, rehearse: bool, out: Path) -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """The machine: processor, versions, and the driver's description of the GPU."""
-    import subprocess
-
     installed = [name for name in PACKAGES if importlib.util.find_spec(name.partition("-")[0])]
     query = "--query-gpu=name,driver_version,memory.total"
     tool = shutil.which("nvidia-smi")

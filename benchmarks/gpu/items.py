@@ -61,13 +61,9 @@ class Results:
 
     def pace(self, items: Sequence[Item]) -> float:
         """Median ratio of the seconds taken to those expected over the finished items; 1 without any."""
-        last_lines, expected = latest(self.lines), {item.name: item.seconds for item in items}
-        finished = [
-            (last_lines[name]["seconds"], s)
-            for name, s in expected.items()
-            if last_lines.get(name, {}).get("status") == "ok"
-        ]
-        return statistics.median(seconds / s for seconds, s in finished) if finished else 1.0
+        finished = {name: line for name, line in latest(self.lines).items() if line["status"] == "ok"}
+        ratios = [finished[item.name]["seconds"] / item.seconds for item in items if item.name in finished]
+        return statistics.median(ratios) if ratios else 1.0
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -144,23 +144,16 @@ def _fast(succeeded: Sequence[Line]) -> str:
     grid = sorted(ours, key=lambda line: (line["workload"], line["method"], line["median_s"]))
     steps = _columns(_named(succeeded, "barrier"), "name", "step_s", "tflop_s", "compiling_and_all_s")
     turns = _columns(_named(succeeded, "turns"), "name", "sums", "turn_us")
-    headings = [
-        "",
-        "lanes",
-        "precision",
-        "lanes of convolutions",
-        "s a round",
-        "samples a second",
-        "compiling, s",
-        "peak MiB",
-    ]
-    names = ("lanes", "precision", "form", "median_s", "samples_per_s", "compile_s", "device_peak_memory_mb")
-    cells = ([_label(line), *_columns([line], *names)[0]] for line in grid)
+    headings = {
+        "lanes": "lanes", "precision": "precision", "form": "lanes of convolutions", "median_s": "s a round",
+        "samples_per_s": "samples a second", "compile_s": "compiling, s", "device_peak_memory_mb": "peak MiB",
+    }  # fmt: skip
+    cells = ([_label(line), *map(line.get, headings)] for line in grid)
     accuracy = _columns(_named(succeeded, "accuracy"), "precision", "ga_best", "ga_mean_last10", "seconds_per_round")
     return _section(
         "How fast is it",
         _titled("Seconds a round, beside PyTorch on the same device", _versus(ours, _named(succeeded, "torch"))),
-        _titled("Lanes, precision and forms", table(headings, cells)),
+        _titled("Lanes, precision and forms", table(["", *headings.values()], cells)),
         _titled("Experiments of a sweep together, and one after another", _sweeps(_named(succeeded, "sweep"))),
         _titled("What the device executes in a round", _launches(_named(succeeded, "launches"))),
         _titled("Unequal clients: Dirichlet(0.1), 100 clients of 200 samples on average", _unequal(succeeded)),
@@ -241,16 +234,8 @@ def _papers(items: Sequence[Line]) -> str:
         percent = [None if share is None else f"{100 * share:.2f}" for share in shares]
         rows.append([run, f"{line['rounds']} of {line['of']}", *percent, line["printed_ga_pct"],
                      line.get("seconds_per_round")])  # fmt: skip
-    headings = [
-        "",
-        "rounds",
-        "GA best, %",
-        "GA last ten",
-        "PA best",
-        "PA last ten",
-        "printed GA after all rounds",
-        "s a round",
-    ]
+    headings = ["", "rounds", "GA best, %", "GA last ten", "PA best", "PA last ten", "printed GA after all rounds",
+                "s a round"]  # fmt: skip
     return _section("The papers: ResNet18 on Fashion-MNIST", table(headings, rows))
 
 

@@ -5,7 +5,6 @@ methods are compared at equal rounds whenever the time runs out. A run stops at 
 stage.
 """
 
-import csv
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from benchmarks.gpu import training
 from benchmarks.gpu.items import Item
 from benchmarks.gpu.workers import Lacking
 from benchmarks.gpu.works import device
+from fedjax_pcdd.training.folder import RunFolder
 
 STAGES = (10, 30, 100)
 FMNIST = {"dataset": "fashion_mnist", "augment": False}
@@ -53,23 +53,18 @@ def _preset(name: str, split: str, method: str) -> dict[str, Any]:
 
 def printed(split: str, method: str) -> float | None:
     """The GA that FedMR's Table 1 prints, in percent; None if it prints none."""
-    from fedjax_pcdd.training.presets import PAPERS
+    from fedjax_pcdd.report.expected import EXPECTED, read_expected
 
-    with open(PAPERS / "expected" / "fedmr_table1.csv", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    values = (row["value"] for row in rows if (row["split"], row["method"]) == (split, method))
-    return next((float(value) for value in values), None)
+    rows = read_expected(EXPECTED, "fedmr/table1")
+    return next((row.value for row in rows if (row.split, row.method) == (split, method)), None)
 
 
 def items(rehearse: bool, data: Path | None, runs: Path, results: Sequence[Mapping[str, Any]]) -> list[Item]:
     """The steps of part 3, most valuable first; each is a run up to a round."""
     ten, five = groups("P10C2"), groups("P5C2")
     order = [ten[0], five[0], ten[1], ten[2], five[1], five[2]]
-    common: dict[str, Any] = {
-        "precision": "tf32",
-        "data_dir": str(data) if data else None,
-        "lanes": best_lanes(results),
-    }
+    common: dict[str, Any] = {"precision": "tf32", "lanes": best_lanes(results)}
+    common["data_dir"] = str(data) if data else None
     stages: tuple[int, ...] = STAGES
     if rehearse:
         order = [dict(list(ten[0].items())[1:2])]
@@ -108,17 +103,17 @@ def train(run: str, options: dict[str, Any], runs: str, upto: int, seconds: floa
     folder = Path(runs) / run.replace(" ", "_").replace(",", "")
     folder.parent.mkdir(parents=True, exist_ok=True)
     training.train(options, folder, last=upto if upto < options["rounds"] else None, seconds=seconds)
-    rows = training.rows(folder)
+    rows, summary = RunFolder(folder).rows(), RunFolder(folder).summary()
     reached = len(rows) >= min(upto, options["rounds"])
     split = f"P{options['clients']}C{options['classes_per_client']}"
     plain = options.get("neck", 0) == 0 and options["method"] != "fedgela"
     record = {"run": run, "rounds": len(rows), "of": options["rounds"], "lanes": options["lanes"]}
     record |= {"status": "ok"} if reached else {"status": "interrupted", "reason": f"after round {len(rows)}"}
     record["printed_ga_pct"] = printed(split, options["method"]) if plain else None
-    return record | _accuracies(rows, training.summary(folder)) | device()
+    return record | _accuracies(rows, summary) | device()
 
 
-def _accuracies(rows: list[dict[str, Any]], result: Mapping[str, Any]) -> dict[str, Any]:
+def _accuracies(rows: list[dict[str, Any]], result: Mapping[str, Any] | None) -> dict[str, Any]:
     """GA and PA so far: the best, and the mean of the last ten rounds; seconds a round; the summary's PA at the end."""
     record: dict[str, Any] = {}
     if rows:

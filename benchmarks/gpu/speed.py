@@ -1,6 +1,7 @@
 """Part 2, how fast: ours beside PyTorch, lanes, precision and forms, sweeps, launches, and numbers others printed."""
 
 import importlib.util
+import os
 import tempfile
 import time
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from benchmarks.gpu.items import Item
 from benchmarks.gpu.workers import Lacking
 from benchmarks.gpu.works import TINY, device
 from benchmarks.workloads import DIRICHLET, WORKLOADS, Workload
+from fedjax_pcdd.training.folder import RunFolder
 
 ROUNDS = 5
 DIGITS = replace(TINY, model="mcmahan_cnn")
@@ -78,12 +80,8 @@ def items(rehearse: bool) -> list[Item]:
 
 def _rehearsal() -> list[Item]:
     """Each kind of item once, tiny."""
-    steps = [
-        ours("tiny", 2),
-        ours("tiny", 2, "bfloat16", "grouped"),
-        ours("digits", 2, form="timed"),
-        *(_torch("tiny", kind) for kind in TORCH),
-    ]
+    steps = [ours("tiny", 2), ours("tiny", 2, "bfloat16", "grouped"), ours("digits", 2, form="timed")]
+    steps += [_torch("tiny", kind) for kind in TORCH]
     steps += [_resnet(False, tiny=True), _turns("dynamic"), _launches("tiny", 3)]
     steps += [_sweep("digits", 2, 4, experiments=2, rounds=1), _accuracy("tf32", rounds=1, model="mlp")]
     return steps + [_ragged(4, 2, tiny=True), _printed("PFLlib", "fedavg", 2, tiny=True)]
@@ -197,15 +195,12 @@ def torch(workload: str, kind: str) -> dict[str, Any]:
     """A workload's round in PyTorch on the same device."""
     if not importlib.util.find_spec("torch"):
         raise Lacking("PyTorch is not installed")
-    import os
-
     from benchmarks import torch_loop, torch_vmap
 
-    cuda = torch_loop.torch.cuda.is_available()
-    if not cuda and os.environ.get("JAX_PLATFORMS") != "cpu":
+    device_name = "cpu" if os.environ.get("JAX_PLATFORMS") == "cpu" else "cuda"
+    if device_name == "cuda" and not torch_loop.torch.cuda.is_available():
         raise Lacking("PyTorch sees no GPU")
     case, threads = _workload(workload), torch_loop.torch.get_num_threads()
-    device_name = "cuda" if cuda and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
     if kind == "vmap":
         record = torch_vmap.measure(workload, case, ROUNDS, device_name)
     else:
@@ -234,21 +229,13 @@ def launches(workload: str, lanes: int) -> dict[str, Any]:
     Their names show which library computes a product: cuBLAS and cuDNN name themselves (or xmma, cutlass), Triton's are
     fusions.
     """
-    import jax
+    from benchmarks.round_time import prepare, profile
 
-    from benchmarks.round_time import prepare
-
-    simulated = prepare(_workload(workload), str(lanes), 1, 1, precision="tf32")
-    state, _ = jax.block_until_ready(simulated.step(simulated.start(), 0))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(simulated.step(state, 1))
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        planes = [plane for plane in jax.profiler.ProfileData.from_file(str(file)).planes if "GPU" in plane.name]
-        lines = [line for plane in planes for line in plane.lines if "Stream" in line.name]
-        spent: dict[str, list[float]] = {}
-        for event in (event for line in lines for event in line.events):
-            spent.setdefault(event.name, []).append(event.duration_ns / 1e6)
+    planes = profile(prepare(_workload(workload), str(lanes), 1, 1, precision="tf32")).planes
+    lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
+    spent: dict[str, list[float]] = {}
+    for event in (event for line in lines for event in line.events):
+        spent.setdefault(event.name, []).append(event.duration_ns / 1e6)
     copies = sum(len(times) for name, times in spent.items() if name.startswith(("Memcpy", "Memset")))
     longest = sorted(spent, key=lambda name: -sum(spent[name]))[:15]
     record = {
@@ -314,7 +301,7 @@ def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:
     options |= {"fine_tune_epochs": 0, "precision": precision, "partition": "iid"}
     with tempfile.TemporaryDirectory() as folder:
         training.train(options, Path(folder) / "run")
-        result = training.summary(Path(folder) / "run")
+        result = RunFolder(Path(folder) / "run").summary() or {}
     names = ("ga_best", "ga_last", "ga_mean_last10", "seconds_per_round")
     return {"precision": precision, "rounds": rounds} | {name: result[name] for name in names} | device()
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import CLASSES
+from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 ROOT = Path(__file__).parents[2]
@@ -42,47 +43,28 @@ class Until(Callback):
             raise Enough
 
 
-def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, seconds: float | None = None) -> bool:
+def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, seconds: float | None = None) -> None:
     """Begin or continue a run in a folder.
 
     Args:
       options: those of `experiments/run.py`, by field name.
       last: round after which the run stops, even if it has more.
       seconds: time after which it stops.
-
-    Returns:
-      Whether it has come to its last round.
     """
     from fedjax_pcdd.api.runs import run
     from fedjax_pcdd.training.config import build
 
-    begun = (folder / "config.yaml").is_file()
-    if last is not None and begun and len(rows(folder)) >= last:
-        return (folder / "summary.json").is_file()
+    if last is not None and len(RunFolder(folder).rows()) >= last:
+        return
     data_dir = options.get("data_dir")  # a text where the options came through JSON
     own = {"data_dir": None if data_dir is None else Path(data_dir), "run_dir": folder, "quiet": True}
-    resumption = {"resume": folder} if begun else {}
+    resumption = {"resume": folder} if (folder / "config.yaml").is_file() else {}
     config, method = build({"checkpoint_every": 1, **options, **own, **resumption})
     try:
         run(config, method, last=[Until(last, seconds)])
     except Enough:
-        return len(rows(folder)) >= config.rounds and train(options, folder)
-    return True
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """The rounds of a run so far."""
-    file = folder / "metrics.jsonl"
-    if not file.exists():
-        return []
-    *lines, _ = file.read_text().split("\n")
-    return [json.loads(line) for line in lines]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    """The result of a finished run, {} before its end."""
-    file = folder / "summary.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+        if len(RunFolder(folder).rows()) >= config.rounds:  # only its summary is left to be written
+            train(options, folder)
 
 
 def random_images(folder: Path, shape: tuple[int, ...], train: int, test: int = 100) -> dict[str, Any]:
@@ -114,25 +96,26 @@ def killed(options: Mapping[str, Any], folder: Path, after: int, seconds: float 
     """
     options_json = json.dumps({**options, "data_dir": str(options["data_dir"])})
     command = [sys.executable, "-m", "benchmarks.gpu.training", options_json, str(folder)]
+    record = RunFolder(folder)
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         end = time.monotonic() + seconds
-        while len(rows(folder)) < after and process.poll() is None and time.monotonic() < end:
+        while len(record.rows()) < after and process.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
         exit_code = process.poll()
         process.kill()
         process.wait()
         log.seek(0)
-        if exit_code is not None or len(rows(folder)) < after:
+        if exit_code is not None or len(record.rows()) < after:
             raise RuntimeError(f"the run that was to be killed ended too early or was too slow: {log.read()[-2000:]}")
-    return len(rows(folder))
+    return len(record.rows())
 
 
-def largest_difference(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str = "loss") -> float:
-    """Largest relative difference of a column of two runs; infinite if they differ in length."""
+def largest_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> float:
+    """Largest relative difference of the losses of two runs; infinite if they differ in length."""
     if len(one) != len(other):
         return math.inf
-    return max(abs(a[key] - b[key]) / max(abs(a[key]), 1e-12) for a, b in zip(one, other, strict=True))
+    return max(abs(a["loss"] - b["loss"]) / max(abs(a["loss"]), 1e-12) for a, b in zip(one, other, strict=True))
 
 
 if __name__ == "__main__":

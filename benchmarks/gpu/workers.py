@@ -31,13 +31,13 @@ class Lacking(Exception):
 class Clock:
     """The seconds of a call."""
 
-    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic):
-        self.seconds, self._now, self._start = seconds, now, now()
+    def __init__(self, seconds: float):
+        self.seconds, self._start = seconds, time.monotonic()
 
     @property
     def left(self) -> float:
         """The seconds that are left."""
-        return self.seconds - (self._now() - self._start)
+        return self.seconds - (time.monotonic() - self._start)
 
 
 def serve(connection: Any, log: str, environment: Mapping[str, str]) -> None:

@@ -4,12 +4,14 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import training
 from benchmarks.gpu.items import Item
 from benchmarks.workloads import WORKLOADS, Workload
+from fedjax_pcdd.training.folder import RunFolder
 
 UNTIMED = {"tune": "off"}  # forms of convolutions are not timed where several items share the device
 # Nor does XLA time its kernels there: that takes a hundred seconds of a core for each program, and the items share the
@@ -85,8 +87,8 @@ def _two_rounds(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Results and cost of two rounds of a run; AssertionError if a loss is not finite."""
     common = {"rounds": 2, "local_epochs": 1, "fine_tune_epochs": 1, "min_samples": 1}
     training.train({**UNTIMED, **common, **options}, folder / "run")
-    result, rows = training.summary(folder / "run"), training.rows(folder / "run")
-    losses = [row["loss"] for row in rows]
+    record = RunFolder(folder / "run")
+    result, losses = record.summary() or {}, [row["loss"] for row in record.rows()]
     assert all(map(math.isfinite, losses)), f"losses are {losses}"
     names = ("ga_last", "pa_last", "compile_seconds", "seconds_per_round", "device_peak_memory_mb", "lanes")
     return {name: result.get(name) for name in names} | {"losses": losses} | device()
@@ -130,18 +132,12 @@ def resumed(name: str, tiny: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         options = training.random_images(home, workload.shape, workload.stored)
-        options |= UNTIMED | {
-            "method": name,
-            "model": workload.model,
-            "clients": workload.clients,
-            "rounds": 6,
-            "lanes": 1,
-        }
-        options |= {"batch_size": workload.batch, "local_epochs": 1, "fine_tune_epochs": 0, "seed": 1}
+        options |= UNTIMED | {"method": name, "rounds": 6, "local_epochs": 1, "fine_tune_epochs": 0, "seed": 1}
+        options |= {"model": workload.model, "clients": workload.clients, "batch_size": workload.batch, "lanes": 1}
         rounds_done = training.killed(options, home / "killed", after=2)
         training.train(options, home / "killed")
         training.train(options, home / "peace")
-        difference = training.largest_difference(training.rows(home / "killed"), training.rows(home / "peace"))
+        difference = training.largest_difference(*(RunFolder(home / run).rows() for run in ("killed", "peace")))
         assert difference < 1e-2, f"losses of the resumed run differ by {difference}, relatively"
     return {"killed_after": rounds_done, "rounds": 6, "loss_difference": difference} | device()
 
@@ -170,8 +166,6 @@ def lanes(name: str, tiny: bool) -> dict[str, Any]:
 
 def memory(clients: int, tiny: bool) -> dict[str, Any]:
     """Peak memory of W4's round with so many clients in 500 lanes."""
-    from dataclasses import replace
-
     import jax
 
     from benchmarks.round_time import device_peak_mb, prepare, time_rounds

@@ -178,8 +178,9 @@ def _selection(results: Sequence[Result]) -> list[str]:
 def _closest(ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expected: Expectations) -> list[str]:
     """Which reading comes closest to the printed difference to FedAvg."""
     tags: dict[tuple[str, str, str, str], list[str]] = {}
-    for m, row in _readings(ambiguities):
-        tags.setdefault((m.table, m.split, m.base, row), []).extend(m.tags)
+    for measured in (ambiguity.measured for ambiguity in ambiguities if ambiguity.measured):
+        for row in (row for row in measured.rows if row != BASELINE):
+            tags.setdefault((measured.table, measured.split, measured.base, row), []).extend(measured.tags)
     lines = []
     for (table, split, base, row), reading_tags in tags.items():
         numbers = printed(expected.get(table, ()), split, METRIC)
@@ -188,23 +189,9 @@ def _closest(ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expect
             lines += _gaps(columns, scale, measured, numbers)
     left_aligned = tuple(Heading(text, left=True) for text in ("split", "method", "scale", "reading"))
     right_aligned = tuple(Heading(text) for text in ("seeds", "ours", "default's", "paper", "apart", "default's"))
-    table = (
-        markdown(Table("", left_aligned + right_aligned, tuple(lines), stub="table"))
-        if lines
-        else "Not measured yet.\n"
-    )
-    return ["## Which reading comes closest to the papers", "", CLOSEST, "", table]
-
-
-def _readings(ambiguities: Iterable[Ambiguity]) -> list[tuple[Measured, str]]:
-    """Where readings of methods other than FedAvg are measured, each with the method."""
-    return [
-        (ambiguity.measured, row)
-        for ambiguity in ambiguities
-        if ambiguity.measured
-        for row in ambiguity.measured.rows
-        if row != BASELINE
-    ]
+    table = Table("", left_aligned + right_aligned, tuple(lines), stub="table")
+    text = markdown(table) if lines else "Not measured yet.\n"
+    return ["## Which reading comes closest to the papers", "", CLOSEST, "", text]
 
 
 def _gaps(columns: Sequence[Column], scale: str, measured: Measured, numbers: Mapping[str, float]) -> list[Line]:
@@ -224,19 +211,9 @@ def _gaps(columns: Sequence[Column], scale: str, measured: Measured, numbers: Ma
         default_delta = reading_delta and difference(default_row, baseline, METRIC, seeds=reading_delta.seeds)
         if reading_delta is None or default_delta is None or reading_delta.seeds != default_delta.seeds:
             continue
-        gaps = [abs(delta.mean - paper) for delta in (reading_delta, default_delta)]
-        texts = (
-            measured.split,
-            row,
-            scale,
-            tag,
-            str(len(reading_delta.seeds)),
-            str(reading_delta),
-            str(default_delta),
-            signed(paper),
-        )
-        gap_cells = [
-            Cell(text=f"{gap:.2f}", rank=int(len(reading_delta.seeds) > 1 and gap == min(gaps))) for gap in gaps
-        ]
+        gaps, seeds = [abs(delta.mean - paper) for delta in (reading_delta, default_delta)], len(reading_delta.seeds)
+        differences = str(reading_delta), str(default_delta), signed(paper)
+        texts = (measured.split, row, scale, tag, str(seeds), *differences)
+        gap_cells = [Cell(text=f"{gap:.2f}", rank=int(seeds > 1 and gap == min(gaps))) for gap in gaps]
         lines.append(Line(measured.table, (*(Cell(text=text) for text in texts), *gap_cells)))
     return lines

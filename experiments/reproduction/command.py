@@ -214,12 +214,12 @@ def _show(cells: Sequence[Cell], folders, *, commands: bool) -> None:
     from reproduction.plan import configured
 
     unfinished = session.unfinished(cells, folders)
-    for cell in unfinished if commands else cells:
-        if commands:
+    if commands:
+        for cell in unfinished:
             print(results.command(cell, values(*configured(cell, folders.presets))))
-        else:
-            path = results.result_path(folders.results, cell)
-            state = results.read_result(path)["status"] if path.is_file() else "waiting"
-            print(f"{state:8} {cell.table} {cell.name}")
-    if not commands:
-        print(f"{len(cells) - len(unfinished)} of {len(cells)} cells done")
+        return
+    for cell in cells:
+        path = results.result_path(folders.results, cell)
+        state = results.read_result(path)["status"] if path.is_file() else "waiting"
+        print(f"{state:8} {cell.table} {cell.name}")
+    print(f"{len(cells) - len(unfinished)} of {len(cells)} cells done")

@@ -172,8 +172,6 @@ def _of_kind(kind: str, members: Sequence[Departure]) -> list[str]:
 
 def where(departure: Departure) -> str:
     """Split, and tag or scale, of a departure, in words."""
-    return (
-        f"{departure.split} `{departure.tag}`" + (f", scale `{departure.scale}`" if departure.scale != CPU else "")
-        if departure.tag
-        else (f"{departure.split}, scale `{departure.scale}`")
-    )
+    tag = f" `{departure.tag}`" if departure.tag else ""
+    scale = f", scale `{departure.scale}`" if departure.scale != CPU or not tag else ""
+    return departure.split + tag + scale

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.report.tables import markdown, texts
-from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.fields import read_text
 from reproduction.claims import Claim, Finding
 from reproduction.plan import Cell, configured
@@ -68,10 +67,8 @@ def command(claim: Claim) -> str:
 
 def about(claim: Claim, cell: Cell) -> bool:
     """Whether a claim is about the row and the split of a cell, and the cell is one of the table itself."""
-    row = f"{cell.method} {cell.variant or ''}".rstrip()
-    return not cell.tag and (cell.table, row in (claim.higher, claim.lower), cell.split in claim.splits) == (
-        claim.table, True, True
-    )  # fmt: skip
+    is_row = f"{cell.method} {cell.variant or ''}".rstrip() in (claim.higher, claim.lower)
+    return not cell.tag and cell.table == claim.table and is_row and cell.split in claim.splits
 
 
 def needs(
@@ -111,19 +108,11 @@ def predicted_hours(repository: Path, presets: Path) -> Callable[[Cell], float |
             return None  # tasks have their own networks and epochs
         launches = step["launch_us"] * step["kernels"]
         pixels = config.batch_size * int(images[2]) ** 2 / (step["batch"] * step["side"] ** 2)
-        return (
-            _steps(config, config.local_epochs * int(images[1]))
-            * (launches + (step["step_us"] - launches) * pixels)
-            / 3.6e9
-        )
+        taking_part = config.cohort / config.clients if config.cohort and config.clients else 1.0
+        steps = config.rounds * (config.local_epochs * int(images[1])) * taking_part / config.batch_size
+        return steps * (launches + (step["step_us"] - launches) * pixels) / 3.6e9
 
     return hours
-
-
-def _steps(config: RunConfig, samples: int) -> float:
-    """Training steps of a run; a round trains on so many samples if all clients take part."""
-    taking_part = config.cohort / config.clients if config.cohort and config.clients else 1.0
-    return config.rounds * samples * taking_part / config.batch_size
 
 
 def gpu_section(known: Sequence[Need]) -> list[str]:

@@ -57,22 +57,9 @@ def known(results: Path, experiments: Path) -> Known:
     all_findings = findings(claims, tables, expected)
     printed = {(finding.claim.text, finding.split): finding.claimed for finding in all_findings}
     all_departures = departures(claims, every, lambda claim, split: printed[claim.text, split])
-    return Known(
-        rows,
-        every,
-        tables,
-        expected,
-        claims,
-        all_findings,
-        all_departures,
-        _needs(all_findings, experiments),
-        ambiguities,
-    )
-
-
-def _needs(all_findings: list[Finding], experiments: Path) -> list[Need]:
     plans = {name: read_plan(name, experiments / "reproduction", PRESETS).cells for name in ("paper", "full", "gpu")}
-    return needs(all_findings, plans, predicted_hours(experiments.parent, PRESETS))
+    all_needs = needs(all_findings, plans, predicted_hours(experiments.parent, PRESETS))
+    return Known(rows, every, tables, expected, claims, all_findings, all_departures, all_needs, ambiguities)
 
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:

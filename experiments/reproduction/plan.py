@@ -160,8 +160,7 @@ def _listed(block: Mapping[str, Any], key: str, default: list, location: str) ->
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
     """The values as they are written on the command line."""
-    literals = {True: "true", False: "false", None: "none"}
     return {
-        name: literals[value] if value is None or isinstance(value, bool) else str(value)
+        name: str(value).lower() if value is None or isinstance(value, bool) else str(value)
         for name, value in settings.items()
     }

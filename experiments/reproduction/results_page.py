@@ -168,11 +168,8 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
         if finding.best is not None:
             paper = NOTHING if finding.paper is None else signed(finding.paper)
             paper += f" ({finding.claim.printed_on})" if finding.claim.printed_on else ""
-            last_ten = (
-                (NOTHING, "")
-                if finding.last_ten is None
-                else (str(finding.last_ten), against(finding.last_ten, finding.claimed))
-            )
+            delta = finding.last_ten
+            last_ten = (NOTHING, "") if delta is None else (str(delta), against(delta, finding.claimed))
             subject = (finding.claim.text, finding.claim.table, finding.where, finding.scale)
             values = (finding.alone and finding.alone.p, finding.in_table, finding.best.p)
             p = [NOTHING if value is None else f"{value:.3f}" for value in values]
@@ -266,12 +263,8 @@ def _cells(
         NOTHING if delta is None else str(delta), NOTHING if claimed is None else signed(claimed),
         "" if delta is None or claimed is None else against(delta, claimed),
     ]  # fmt: skip
-    return (
-        *ours,
-        *(Cell(text=text) for text in count_and_paper),
-        *last_epoch,
-        *(Cell(text=text) for text in comparison),
-    )
+    before, after = ([Cell(text=text) for text in part] for part in (count_and_paper, comparison))
+    return (*ours, *before, *last_epoch, *after)
 
 
 def _commands(column: Column) -> list[str]:

@@ -108,9 +108,8 @@ def _parts(cells: Sequence[Cell], folders: Folders, together: int) -> list[list[
     for cell in cells:
         config, method = configured(cell, folders.presets)
         folder = run_folder(cell, folders)
-        begun = (
-            folder if (folder / "config.yaml").is_file() else None
-        )  # a continued run shares no program with a new one
+        # A continued run shares no program with a new one.
+        begun = folder if (folder / "config.yaml").is_file() else None
         experiments.append((replace(config, resume=begun), method))
     return [[cells[i] for i in portion] for group in groups(experiments) for portion in portions(group, together)]
 
@@ -180,11 +179,11 @@ def _run(
     Raises:
       OutOfTime: there was no time to begin or to finish them.
     """
-    begun = all((run_folder(cell, folders) / "config.yaml").is_file() for cell in cells)
-    estimates = [typical_seconds(cell, known_results) for cell in cells]
-    seconds = None if begun or None in estimates else sum(estimate for estimate in estimates if estimate is not None)
     if not cells:
         return []
+    begun = all((run_folder(cell, folders) / "config.yaml").is_file() for cell in cells)
+    estimates = [typical_seconds(cell, known_results) for cell in cells]
+    seconds = None if begun or None in estimates else sum(filter(None, estimates))
     if not budget.allows(seconds):
         raise OutOfTime
     try:

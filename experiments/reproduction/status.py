@@ -26,9 +26,7 @@ def status_line(plans: Sequence[Plan], folders: Folders) -> str:
 def _state(plan: Plan, remaining: Sequence[Cell], known_results: Sequence[dict[str, Any]], folders: Folders) -> str:
     paths = [results.result_path(folders.results, cell) for cell in plan.cells]
     failed = sum(results.read_result(path)["status"] == "failed" for path in paths if path.is_file())
-    done = f"{len(plan.cells) - len(remaining)} of {len(plan.cells)} cells done" + (
-        f" ({failed} failed)" if failed else ""
-    )
+    done = f"{len(plan.cells) - len(remaining)} of {len(plan.cells)} cells done" + f" ({failed} failed)" * bool(failed)
     if not remaining:
         return done
     seconds = expected_seconds(remaining, known_results)

@@ -152,7 +152,7 @@ class Clockwork:
 def test_paired_times_one_round_of_each_in_turn_after_two_warm_up_rounds():
     log = []
     ours, theirs = Clockwork("ours", log, [9, 9, 1, 1, 1, 1, 1]), Clockwork("theirs", log, [9, 9, 2, 2, 3, 4, 4])
-    times = paired.race("w1", {"ours": ours, "theirs": theirs}, 0.0)
+    times = paired.race({"ours": ours, "theirs": theirs}, 0.0)
     assert log[:4] == ["ours", "theirs"] * 2
     turns = [log[i : i + 2] for i in range(4, 14, 2)]
     assert [sorted(turn) for turn in turns] == [["ours", "theirs"]] * 5
