@@ -5,16 +5,13 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, get_args, get_origin
-
-import yaml
 
 from fedjax_pcdd.cli.help import MethodRow, method_rows
 from fedjax_pcdd.cli.messages import flag, sentence
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.report.tables import markdown, texts
-from fedjax_pcdd.training.fields import Option, bounds, options_of
-from fedjax_pcdd.training.presets import PRESETS
+from fedjax_pcdd.training.fields import Option, bounds, choices, options_of
+from fedjax_pcdd.training.presets import PRESETS, read_preset
 from typeset import paragraphs, typeset
 
 ROOT = Path(__file__).parents[2]
@@ -84,14 +81,11 @@ def command(name: str) -> str:
 
 def _presets(name: str) -> list[str]:
     """A paragraph that names the presets with the papers' settings of the method."""
-    folder, names = PRESETS, []
-    for path in sorted(folder.rglob("*.yaml"), key=lambda path: (path.parent, len(path.name), path.name)):
-        preset = yaml.safe_load(path.read_text())
-        if name in {
-            *preset.get("methods", ()),
-            *(variant["method"] for variant in preset.get("variants", {}).values()),
-        }:
-            names.append(f"`{path.relative_to(folder).with_suffix('')}`")
+    names = []
+    for path in sorted(PRESETS.rglob("*.yaml"), key=lambda path: (path.parent, len(path.name), path.name)):
+        preset = read_preset(str(path))
+        if name in {*preset.methods, *(variant["method"] for variant in preset.variants.values())}:
+            names.append(f"`{path.relative_to(PRESETS).with_suffix('')}`")
     return [f"[Presets](../presets.md) that have it: {', '.join(names)}."] if names else []
 
 
@@ -110,9 +104,7 @@ def _hyperparameters(cls: type[Method]) -> str:
 
 def _values(option: Option) -> str:
     """The choices or bounds of an option."""
-    kinds = [option.kind, *get_args(option.kind)]
-    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
-    return ", ".join(f"`{choice}`" for choice in choices) or bounds(option)
+    return ", ".join(f"`{choice}`" for choice in choices(option.kind)) or bounds(option)
 
 
 def _traffic(row: MethodRow) -> str:
