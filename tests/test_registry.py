@@ -27,6 +27,7 @@ from fedjax_pcdd.registry import Registry, load_object
 from fedjax_pcdd.training import loggers
 from fedjax_pcdd.training.config import build, run_folder
 from fedjax_pcdd.training.fields import options_of
+from fedjax_pcdd.training.outside import origins_of
 from fedjax_pcdd.training.presets import read_run
 
 METHOD = '''
@@ -382,6 +383,14 @@ def test_metadata_of_packages_is_read_once(monkeypatch):
     monkeypatch.syspath_prepend("no-such-folder")
     assert [name for _ in range(3) for name in method_registry] == ["fedavg"] * 3
     assert (len(method_registry), reads) == (1, ["fedjax_pcdd.methods"])
+
+
+def test_one_name_of_two_kinds_of_parts_is_refused_only_if_both_come_from_outside(folder, monkeypatch):
+    monkeypatch.setitem(models.BACKBONES, "mine", load_object("parts.py:Net"))
+    config, _ = build({"model": "mine", "dataset": "mine", "loggers": "mine"})
+    assert origins_of(config)["mine"].object == "Net"
+    monkeypatch.setitem(loggers.LOGGERS, "mine", load_object("parts.py:Log"))
+    refused("'mine' names two parts from outside, Net and Log: register one under another name", origins_of, config)
 
 
 def test_an_instance_is_named_by_the_module_that_holds_it(folder):

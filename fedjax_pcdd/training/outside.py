@@ -23,6 +23,9 @@ def origins_of(config: Any) -> dict[str, Origin]:
     """The origins of the parts of a `RunConfig` that come from outside this package, by their names in it.
 
     Files that these import from beside them are there by their paths, except those of parts that only look on.
+
+    Raises:
+      UserError: two parts of different kinds have the same name.
     """
     named: list[tuple[Registry, str | None]] = [
         (METHODS, methods.plain_name(config.method)),
@@ -36,11 +39,14 @@ def origins_of(config: Any) -> dict[str, Origin]:
         *((QUANTITIES, name) for name in names_in(config.track)),
         *((LOGGERS, name) for name in names_in(config.loggers)),
     ]
-    origins = {name: _origin(registry, name) for registry, name in named if name}
+    origins: dict[str, Origin] = {}
+    for name, origin in ((name, _origin(registry, name)) for registry, name in named if name):
+        if origin is not None and origins.setdefault(name, origin) != origin:
+            both = f"{origins[name].object} and {origin.object}"
+            raise UserError(f"'{name}' names two parts from outside, {both}: register one under another name.")
     weights = config.initial_weights
     if weights is not None and is_there(file := located(str(weights))):  # if missing, reported elsewhere
         origins[str(weights)] = origin_of_file(file)
-    origins = {name: origin for name, origin in origins.items() if origin is not None}
     computing = {origin.path for name, origin in origins.items() if name not in onlookers(vars(config))}
     files = {Path(path) for path in computing if path.endswith(".py")}
     beside = {path for file in sorted(files) for path in imported_files(file)} - files
