@@ -329,6 +329,7 @@ def test_a_name_that_is_not_registered_is_loaded_from_where_a_run_recorded_it(tm
     registry.recall({name: registry.Origin(str(tmp_path / "mine.py"), "Mine", "") for name in ("mine", "fedavg")})
     assert method_registry.find("mine").number == 1
     assert method_registry.find("fedavg") is method_registry["fedavg"]
+    assert methods.suffixes_of("mine+sam+lion.py:Lion") == ["sam", "lion.py:Lion"]
 
 
 def install(folder, package, points):

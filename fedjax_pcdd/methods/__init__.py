@@ -130,7 +130,7 @@ def plain_name(name: str) -> str:
     ['moon', 'c++/keep.py:FedKeep', 'moon']
     """
     prefix = name.partition(SEPARATOR)[0]
-    if prefix in METHODS or ":" in prefix:  # else the plus sign may be part of a folder's name
+    if METHODS.knows(prefix) or ":" in prefix:  # else the plus sign may be part of a folder's name
         return prefix
     folder, colon, tail = name.rpartition(":")
     return folder + colon + tail.split(SEPARATOR)[0]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -49,13 +50,20 @@ def same_shapes(method: Any, hook: str, name: str, tree: Any, expected: Any, sou
     """
     if tree is None and expected is not None:
         raise UserError(f"{_name(method)}.{hook} must return the {name} as {source}, not None.")
-    if jax.tree.structure(tree) != jax.tree.structure(expected) or _shapes(tree) != _shapes(expected):
-        raise UserError(f"{_name(method)}.{hook} must return the {name} as {source}; {_difference(tree, expected)}.")
+    try:
+        chex.assert_trees_all_equal_shapes(*jax.tree.map(_array, (tree, expected)))
+    except (AssertionError, ValueError, TypeError):
+        sentence = f"{_name(method)}.{hook} must return the {name} as {source}; {_difference(tree, expected)}."
+        raise UserError(sentence) from None
     pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(expected), strict=True)
     for path, old, new in ((_written(path), old, new) for (path, new), old in pairs if _real(new) and not _real(old)):
         actual, needed = (jnp.result_type(leaf).name for leaf in (new, old))
         raise UserError(f"{_name(method)}.{hook} must return the {name} as {source}; {path} is {actual}, not {needed}.")
     return tree
+
+
+def _array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, int | float) else leaf
 
 
 def sendable(method: Any, hook: str, message: Any) -> Any:

@@ -53,7 +53,7 @@ class FedLESAM(Nearby):
     @classmethod
     def unsuitable(cls, other):
         """The reason, if there is no global model to look back to, or a step is not of one model."""
-        return super().unsuitable(other) or super(Nearby, cls).unsuitable(other)
+        return super().unsuitable(other) or super(Nearby, cls).unsuitable(other)  # Nearby's reasons, then Addition's
 
     def configure(self, setting, hyper):
         """Advice: without a perturbation the old model is kept for nothing; UserError if X averages no models so."""

@@ -128,6 +128,12 @@ print(json.dumps([record, text, json.loads(table)]))
     ]
 
 
+@pytest.mark.parametrize(("workload", "channels"), [("w1", [(3, 6), (6, 16)]), ("w2", [(1, 32), (32, 64)])])
+def test_the_convolutions_of_cnns_are_found_where_they_are_pooled_too(workload, channels):
+    code = "from benchmarks.convolutions import *; print([(x.inputs, x.outputs) for x in layers([CASES['%s']])])"
+    assert run("-c", code % workload).stdout == f"{channels}\n"
+
+
 @pytest.mark.thorough
 def test_large_prints_the_keys_of_one_setting():
     completed = run("-m", "benchmarks.large", "--clients=120", "--method=scaffold", "--rounds=1", "--json")
