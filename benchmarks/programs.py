@@ -59,7 +59,7 @@ def trace(case: Case) -> Traced:
         simulation = simulation.tuner(1) if case.program == "tuning" else simulation
         state = simulation.start()
         longest = int((simulation.steps * simulation.epochs).max())
-        return _captured(simulation, lambda: simulation.launch(state, 0))._replace(longest=longest)
+        return _captured(simulation, lambda: simulation.step(state, 0))._replace(longest=longest)
     evaluator, state = simulation.evaluator, simulation.start()
     count = evaluator.general if case.program == "generic" else evaluator.personal
     return _captured(evaluator, lambda: count(state))

@@ -9,7 +9,7 @@ It has the interface of a `Simulation` with one experiment; clients in its jobs 
 Letters: G groups, K participants, D domains (test lists), C classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ from fedjax_pcdd.engine.program import (
     EXCHANGE,
     MODEL,
     Evaluation,
-    Launched,
     Report,
     State,
     Tree,
@@ -267,8 +266,10 @@ class Groups:
         permutations = [schedule.stream(self.seed, round, schedule.NO_CLIENT, e).permutation(total) for e in epochs]
         return np.concatenate([x[: total // batch * batch] for x in permutations]).reshape(-1, batch).astype(np.int32)
 
-    def step(self, state: State, round: int, plan=None) -> tuple[State, Report]:
-        """One round of all participants."""
+    def step(
+        self, state: State, round: int, plan=None, meanwhile: Callable[[], Any] = lambda: None
+    ) -> tuple[State, Report]:
+        """One round of all participants, as `Simulation.step`; nothing is fetched, as they live on the device."""
         plans, jobs = plan or self.plan(round)
         when = self.traits.exchange
         state = self.exchange(state, round) if when == "before" else state
@@ -279,6 +280,7 @@ class Groups:
         servers = self._told(servers, jobs, round) if self.shares_server else servers
         state = self._averaged(State(state.servers | {"groups": tuple(servers)}, clients, statistics), "trained")
         state = self.exchange(state, round) if when == "after" else state
+        meanwhile()
         most_epochs = max(report.before.shape[1] for report in reports)  # tested epochs, in which groups may differ
         padding = [((0, 0), (0, most_epochs - report.before.shape[1]), (0, 0)) for report in reports]
         reports = [r._replace(before=jnp.pad(r.before, m)) for r, m in zip(reports, padding, strict=True)]
@@ -299,17 +301,6 @@ class Groups:
         mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *means)
         total = jax.tree.map(lambda *x: sum(x), *totals)
         return Message(mean, total, self.table.in_order(each))
-
-    def launch(self, state: State, round: int, plan=None) -> Launched:
-        """One round, as `Simulation.launch`."""
-        return Launched((), *self.step(state, round, plan), ())
-
-    def prefetch(self, launched: Launched, plan) -> None:
-        """Do nothing: participants live on the device."""
-
-    def settle(self, launched: Launched) -> tuple[State, Report]:
-        """The result of a launched round."""
-        return launched.after, launched.report
 
     def exchange(self, state: State, round: int) -> State:
         """The exchange of a round."""

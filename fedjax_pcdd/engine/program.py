@@ -201,15 +201,6 @@ class Report(NamedTuple):
     before: jax.Array  # [J, epochs, C] the same before each local epoch; no epochs if not requested
 
 
-class Launched(NamedTuple):
-    """A round that is being computed."""
-
-    before: Any  # State that it began with, donated except for what lives in host memory
-    after: State
-    report: Report
-    plan: Any  # as `Simulation.plan` gave it
-
-
 class Evaluation(NamedTuple):
     """Correct predictions; () where a method has no such model or it was not requested."""
 

@@ -33,7 +33,6 @@ from fedjax_pcdd.engine.program import (
     ROUNDS,
     Data,
     Evaluation,
-    Launched,
     Program,
     Report,
     State,
@@ -286,22 +285,32 @@ class Simulation(Planner):
         drops = sum(round >= step for step in self.local.lr_steps)
         return replace(self.hyper, lr=self.hyper.lr * self.local.lr_decay**drops) if drops else self.hyper
 
-    def step(self, state: State, round: int, plan: Planned | None = None) -> tuple[State, Report]:
+    def step(
+        self,
+        state: State,
+        round: int,
+        plan: Planned | None = None,
+        meanwhile: Callable[[], Planned | None] = lambda: None,
+    ) -> tuple[State, Report]:
         """One round. The state passed in is donated: use the one returned.
 
+        Args:
+          meanwhile: called while the device computes; returns the plan of the round for which samples and clients are
+            fetched from the host already, None if no round follows.
+
         Returns:
-          (State, Report); both are still being computed when this returns.
+          (State, Report); both are still being computed when this returns, except where clients live in host memory.
         """
-        return self.settle(self.launch(state, round, plan))
-
-    def launch(self, state: State, round: int, plan: Planned | None = None) -> Launched:
-        """Begin a round, so that the host can do something else meanwhile; `settle` ends it."""
         plan = plan or self.plan(round)
-        train = self._in_chunks if self.chunked else self._at_once
-        return Launched(state, *train(state, round, plan), plan)
-
-    def _at_once(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
-        return self.round(*self.arguments(state, round, plan))
+        if self.chunked:
+            after, report = self._in_chunks(state, round, plan)
+        else:
+            after, report = self.round(*self.arguments(state, round, plan))
+        if following := meanwhile():
+            if self.streamed:
+                self.streamed.prefetch(*following)
+            self.storage.prefetch(state, self._seen(*following)[0])
+        return self.storage.store(state, after, *self._seen(*plan)), report
 
     def _in_chunks(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
         """One round, whose samples are sent in chunks, each while the device computes the one before."""
@@ -342,16 +351,6 @@ class Simulation(Planner):
         arrays, jobs = plan
         hyper, data, fetched = self.hyper_at(round), self.data_of(arrays, jobs), self.fetch(state, plan)
         return self.methods, hyper, data, self.keys, fetched, self.sent(arrays, jobs, round)
-
-    def prefetch(self, launched: Launched, plan: Planned) -> None:
-        """Fetch what the next round's plan needs from the host while the launched round is computed."""
-        if self.streamed:
-            self.streamed.prefetch(*plan)
-        self.storage.prefetch(launched.before, self._seen(*plan)[0])
-
-    def settle(self, launched: Launched) -> tuple[State, Report]:
-        """The result of a launched round; waits for it where clients live in host memory."""
-        return self.storage.store(launched.before, launched.after, *self._seen(*launched.plan)), launched.report
 
     def fetch(self, state: State, plan: Planned) -> State:
         """The state as the round of a plan sees it, on its devices."""

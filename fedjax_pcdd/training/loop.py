@@ -188,14 +188,15 @@ class Runs:
 
     def train(self) -> Iterator[RoundReport]:
         """Train and report one round after another; the state is donated when the next report is requested."""
-        simulation, last = self.simulation, self.rounds - 1
+        last = self.rounds - 1
+
+        def next_plan() -> Any:
+            self.plan = self.simulation.plan(min(self.round + 1, last))
+            return self.plan if self.round < last else None
+
         while self.round < self.rounds:
-            start_time = perf_counter()
-            launched, jobs = simulation.launch(self.state, self.round, self.plan), self.plan[1]
-            self.plan = simulation.plan(min(self.round + 1, last))  # while the device computes
-            if self.round < last:
-                simulation.prefetch(launched, self.plan)
-            self.state, report = simulation.settle(launched)
+            start_time, jobs = perf_counter(), self.plan[1]
+            self.state, report = self.simulation.step(self.state, self.round, self.plan, next_plan)
             loss, correct, before = (np.array(column) for column in report)
             self._rows = jobs.row
             self.round += 1

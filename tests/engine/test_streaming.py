@@ -46,10 +46,9 @@ def trained(simulation, rounds=3):
     """The state after some rounds with prefetching, their reports, and the counts of an evaluation."""
     state, plan, reports = simulation.start(), simulation.plan(0), []
     for r in range(rounds):
-        launched = simulation.launch(state, r, plan)
-        plan = simulation.plan(r + 1)
-        simulation.prefetch(launched, plan)
-        state, report = simulation.settle(launched)
+        following = simulation.plan(r + 1)
+        state, report = simulation.step(state, r, plan, lambda following=following: following)
+        plan = following
         reports.append(jax.tree.map(np.array, report))
     return jax.tree.map(np.array, (state, reports, simulation.evaluate(state, personal=True)))
 
