@@ -22,7 +22,7 @@ from fedjax_pcdd.data.lists import Lists, Partition
 from fedjax_pcdd.engine.jobs import Inputs, context_of, load, train_step
 from fedjax_pcdd.engine.lanes import summary_of
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.program import State, Tree, facts_of, unlabelled
+from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Context, Derived, Keys, Local, Message, Method, ServerContext
@@ -152,7 +152,7 @@ def _exchanged(
         zero = jnp.zeros((), jnp.int32)
         context = Context(
             program.model, program.setting, select(simulated.hyper, 0), public, client, model_of(client),
-            facts_of(program, simulated.data, 0), zero, zero, zero, zero, Keys.of(jax.random.key(0)),
+            program.facts_of(simulated.data, 0), zero, zero, zero, zero, Keys.of(jax.random.key(0)),
         )  # fmt: skip
         logits = method.say(model_of(client), PublicBatch(images, images, ()), context)
         all_logits = jax.tree.map(lambda x: jnp.broadcast_to(x, (PARTICIPANTS, *x.shape)), logits)
@@ -179,7 +179,7 @@ def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message)
     weights, program = jax.ShapeDtypeStruct((jobs,), jnp.float32), simulated.program
     context = ServerContext(
         program.model, program.setting, select(simulated.hyper, 0), jnp.int32(0), jnp.arange(jobs), jnp.int32(jobs),
-        jax.random.key(0), unlabelled(program, simulated.data),
+        jax.random.key(0), program.unlabelled(simulated.data),
     )  # fmt: skip
 
     def aggregate(server, message, weights):

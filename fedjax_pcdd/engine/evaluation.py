@@ -13,20 +13,7 @@ from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.blocks import Pass
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
-from fedjax_pcdd.engine.program import (
-    Data,
-    Program,
-    Samples,
-    State,
-    Tree,
-    experiment_of,
-    facts_of,
-    lift,
-    of_experiment,
-    start_of,
-    sum_over_samples,
-    with_own,
-)
+from fedjax_pcdd.engine.program import Data, Program, Samples, State, Tree, lift, start_of, sum_over_samples, with_own
 from fedjax_pcdd.engine.streaming import TESTS, own_shard
 from fedjax_pcdd.losses.classification import correct_per_class
 from fedjax_pcdd.methods.checks import of_kind, of_model, shaped
@@ -58,9 +45,9 @@ def personal_logits(program: Program, methods, state: State, data: Data, entry: 
       entry: the client's row, state and statistics.
     """
     row, client, statistics = entry
-    method, server = of_experiment((methods, state.servers), program, experiment_of(program, row))
+    method, server = program.of_experiment((methods, state.servers), program.experiment_of(row))
     personal = of_model(method, "personal_variables", method.personal_variables(server, client))
-    variables, facts = with_own(personal, statistics), facts_of(program, data, row)
+    variables, facts = with_own(personal, statistics), program.facts_of(data, row)
     return lambda images: logits_of(program, method, variables, images, server, client, facts, scope=scope)
 
 

@@ -18,7 +18,7 @@ from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.jobs import only
 from fedjax_pcdd.engine.optimiser import make_optimiser
-from fedjax_pcdd.engine.program import Data, Program, Tree, facts_of, lift
+from fedjax_pcdd.engine.program import Data, Program, Tree, lift
 from fedjax_pcdd.methods.checks import flags, of_kind, same_shapes, scalar
 from fedjax_pcdd.methods.method import Context, Keys, Local
 from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, model_of, over_all, with_model
@@ -112,7 +112,7 @@ class Exchange:
         keys = Keys.of(jax.random.fold_in(jax.random.fold_in(self.key, step), 1 + participant))
         return Context(
             program.model, program.setting, self.local, public, one.client, model_of(one.client),
-            facts_of(program, self.data[g], one.row), epoch, epoch + 1, step, self.round, keys, exchanging=True,
+            program.facts_of(self.data[g], one.row), epoch, epoch + 1, step, self.round, keys, exchanging=True,
         )  # fmt: skip
 
     def say_all(self, g: int, group: Active, public: Tree) -> Tree:

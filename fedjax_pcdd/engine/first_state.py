@@ -8,18 +8,7 @@ import jax
 import numpy as np
 
 from fedjax_pcdd.engine.optimiser import make_optimiser
-from fedjax_pcdd.engine.program import (
-    CLIENT,
-    LAYERS,
-    OPTIMISER,
-    SERVER,
-    Data,
-    Program,
-    Tree,
-    facts_of,
-    layers_of,
-    stream_of,
-)
+from fedjax_pcdd.engine.program import LAYERS, OPTIMISER, Data, Program, Tree, stream_of
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import numbers
 from fedjax_pcdd.methods.method import Local, Method, Server
@@ -54,7 +43,7 @@ def server_and_clients(
       UserError: a hook of the method returns something that is no valid state.
     """
     setting = program.setting
-    server_key, client_key = (stream_of(seed, which) for which in (SERVER, CLIENT))
+    server_key, client_key = (stream_of(seed, which) for which in ("server", "client"))
     first = experiment * setting.num_clients
     server = method.init_server(setting, variables, data.class_counts[first : first + setting.num_clients], server_key)
     _check_server(method, server)
@@ -62,7 +51,7 @@ def server_and_clients(
     initial_server = Server(variables) if method.traits().own_models else server
 
     def init_client(row):
-        facts = facts_of(program, data, row)
+        facts = program.facts_of(data, row)
         client_state = method.init_client(setting, initial_server, facts, jax.random.fold_in(client_key, facts.client))
         return numbers(method, "init_client", client_state)
 
@@ -87,7 +76,7 @@ def kept_of_client(
         collections = jax.eval_shape(partial(initialise, program.model, jax.random.key(0), image_shape))
         kept |= {name: received[name] for name in collections if name != "params"}
     if program.setting.own_layers:
-        kept[LAYERS] = layers_of(program, received["params"])
+        kept[LAYERS] = program.layers_of(received["params"])
     if program.keeps_optimiser:
         optimiser = make_optimiser(hyper, clip=program.clip, apart=method.traits().apart)
         kept[OPTIMISER] = optimiser.init(zeros_like(received["params"]))

@@ -28,19 +28,7 @@ from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.program import (
-    CLIENT,
-    EXCHANGE,
-    MODEL,
-    Evaluation,
-    Report,
-    State,
-    Tree,
-    facts_of,
-    fresh_variables,
-    samples_of,
-    stream_of,
-)  # fmt: skip
+from fedjax_pcdd.engine.program import Evaluation, Report, State, Tree, fresh_variables, samples_of, stream_of
 from fedjax_pcdd.engine.round import aggregated
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
@@ -214,7 +202,7 @@ class Groups:
 
     def initial(self, g: int, model: Classifier | None = None) -> Tree:
         """Fresh variables of a group's participants [K_g, ...], of their model or of another model."""
-        shape, key = self.federation.image_shape, stream_of(self.seed, MODEL)
+        shape, key = self.federation.image_shape, stream_of(self.seed, "model")
         group, numbers = self.groups[g], jnp.array(self.members[g])
         numbers = jnp.zeros_like(numbers) if self.traits.common_start else numbers
         keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
@@ -223,12 +211,12 @@ class Groups:
 
     def states_of(self, g: int, variables: Tree) -> Tree:
         """States of a group's participants from their models [K_g, ...]."""
-        program, data, key = self.groups[g].program, self.groups[g].data, stream_of(self.seed, CLIENT)
+        program, data, key = self.groups[g].program, self.groups[g].data, stream_of(self.seed, "client")
         rows, numbers = jnp.arange(len(self.members[g])), jnp.array(self.members[g])
 
         def initial_state(row, number, variables):
             client_key = jax.random.fold_in(key, number)
-            return self.method.init_client(program.setting, Server(variables), facts_of(program, data, row), client_key)
+            return self.method.init_client(program.setting, Server(variables), program.facts_of(data, row), client_key)
 
         return jax.jit(jax.vmap(initial_state))(rows, numbers, variables)
 
@@ -304,7 +292,7 @@ class Groups:
 
     def exchange(self, state: State, round: int) -> State:
         """The exchange of a round."""
-        key = jax.random.fold_in(stream_of(self.seed, EXCHANGE), round)
+        key = jax.random.fold_in(stream_of(self.seed, "exchange"), round)
         data, hyper = tuple(g.data for g in self.groups), self.groups[0].hyper_at(round)
         plan = self.public_plan(round)
         clients, public = self._exchange(

@@ -9,20 +9,7 @@ import optax
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.engine.optimiser import make_optimiser
-from fedjax_pcdd.engine.program import (
-    OPTIMISER,
-    Data,
-    Program,
-    Tree,
-    facts_of,
-    layers_of,
-    of_experiment,
-    overlaid,
-    start_of,
-    sum_over_samples,
-    unlabelled,
-    with_own,
-)
+from fedjax_pcdd.engine.program import OPTIMISER, Data, Program, Tree, overlaid, start_of, sum_over_samples, with_own
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.methods.checks import flags, of_kind, of_model, same_shapes, scalar
 from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Keys, Local, Step
@@ -56,7 +43,7 @@ class Lane(NamedTuple):
 
 def method_and_server(program: Program, inputs: Inputs, job):
     """The job's method and server."""
-    return of_experiment((inputs.methods, inputs.servers), program, at(inputs.jobs.experiment, job))
+    return program.of_experiment((inputs.methods, inputs.servers), at(inputs.jobs.experiment, job))
 
 
 def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
@@ -67,12 +54,12 @@ def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
     """
     job, client, jobs = lane.job, lane.client, inputs.jobs
     method, server = method_and_server(program, inputs, job)
-    local = of_experiment(inputs.hyper, program, at(jobs.experiment, job))
-    facts = facts_of(program, inputs.data, at(jobs.row, job))
+    local = program.of_experiment(inputs.hyper, at(jobs.experiment, job))
+    facts = program.facts_of(inputs.data, at(jobs.row, job))
     start = with_own(method.download(server, client), lane.statistics)
     epoch_steps, steps = jnp.maximum(at(jobs.epoch_steps, job), 1), at(jobs.steps, job)
     epoch, epochs = (jax.lax.div(jnp.int32(n), jnp.int32(epoch_steps)) for n in (step, steps))
-    keys, public = Keys.of(jax.random.fold_in(at(inputs.keys, job), step)), unlabelled(program, inputs.data)
+    keys, public = Keys.of(jax.random.fold_in(at(inputs.keys, job), step)), program.unlabelled(inputs.data)
     validation = held_out(program, inputs.data, at(jobs.row, job)) if method.traits().validation else None
     context = Context(
         program.model, program.setting, local, server, client, start, facts, epoch, epochs, step, inputs.round, keys,
@@ -85,7 +72,7 @@ def seen_at(program: Program, context: Context, params: Tree) -> Context:
     """The context for hooks that evaluate these parameters: `start` takes the client's own layers from them."""
     if not program.setting.own_layers:
         return context
-    own_layers = jax.lax.stop_gradient(layers_of(program, params))
+    own_layers = jax.lax.stop_gradient(program.layers_of(params))
     return context._replace(start={**context.start, "params": overlaid(context.start["params"], own_layers)})
 
 
@@ -107,7 +94,7 @@ def held_out(program: Program, data: Data, row) -> Callable[[Callable[[Batch], T
 
 def _optimiser(program: Program, inputs: Inputs, job):
     method, _ = method_and_server(program, inputs, job)
-    local = of_experiment(inputs.hyper, program, at(inputs.jobs.experiment, job))
+    local = program.of_experiment(inputs.hyper, at(inputs.jobs.experiment, job))
     return make_optimiser(local, clip=program.clip, apart=method.traits().apart)
 
 

@@ -22,18 +22,7 @@ from fedjax_pcdd.engine.evaluation import client_batches, logits_of, on_own_test
 from fedjax_pcdd.engine.jobs import Inputs, Lane, context_of, load, method_and_server, train_step
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
 from fedjax_pcdd.engine.parcels import Parcel, opened
-from fedjax_pcdd.engine.program import (
-    LAYERS,
-    OPTIMISER,
-    Program,
-    State,
-    Tree,
-    block_of,
-    facts_of,
-    layers_of,
-    over,
-    put,
-)  # fmt: skip
+from fedjax_pcdd.engine.program import LAYERS, OPTIMISER, Program, State, Tree, block_of, over, put
 from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
 from fedjax_pcdd.methods.checks import of_kind, same_shapes, sendable
@@ -95,7 +84,7 @@ def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:
     """The `Outcome` of one job, without leading axes; its model is tested on the client's own data."""
     client, message = upload(program, inputs, lane)
     correct = tested(program, inputs, lane, client)
-    end_state = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: layers_of(program, lane.variables["params"])}
+    end_state = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: program.layers_of(lane.variables["params"])}
     statistics = {k: end_state[k] for k in lane.statistics} if lane.statistics else ()
     loss = lane.loss / jnp.maximum(at(inputs.jobs.steps, lane.job), 1)
     return Outcome(message, client, statistics, loss, correct, lane.before)
@@ -107,7 +96,7 @@ def tested(program: Program, inputs: Inputs, lane: Lane, client: Tree) -> jax.Ar
     row, tests = at(inputs.jobs.row, lane.job), inputs.data.test
 
     def predict(images):
-        facts = facts_of(program, inputs.data, row)
+        facts = program.facts_of(inputs.data, row)
         return logits_of(program, method, lane.variables, images, server, client, facts, scope="personal")
 
     return on_own_tests(predict, program, tests, row)

@@ -17,7 +17,7 @@ from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.mesh import SPLIT, distribute, own_copy
 from fedjax_pcdd.engine.parcels import Parcel, packed
-from fedjax_pcdd.engine.program import Data, Program, facts_of
+from fedjax_pcdd.engine.program import Data, Program
 from fedjax_pcdd.engine.storage import OnDevice
 from fedjax_pcdd.engine.streaming import Streamed, renumbered
 from fedjax_pcdd.errors import UserError
@@ -123,7 +123,7 @@ class Planner:
 
         def weight(row):
             method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], methods)
-            return scalar(method, "weight", method.weight(facts_of(self.program, data, row)))
+            return scalar(method, "weight", method.weight(self.program.facts_of(data, row)))
 
         rows = np.arange(self.sizes.size, dtype=np.int32)
         weights = np.asarray(jax.jit(jax.vmap(weight))(rows), float).reshape(self.sizes.shape)

@@ -29,12 +29,12 @@ Tree = Any
 
 OPTIMISER, LAYERS = "optimiser", "layers"  # names, besides running statistics, in what the engine keeps for a client
 
-MODEL, ROUNDS, SERVER, CLIENT, EXCHANGE = range(5)  # a seed has a stream of keys for each
+STREAMS = ("model", "rounds", "server", "client", "exchange")  # a seed has a stream of keys for each
 
 
-def stream_of(seed: int, which: int) -> jax.Array:
+def stream_of(seed: int, which: str) -> jax.Array:
     """The key for all random draws of one kind."""
-    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), which)
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), STREAMS.index(which))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,39 @@ class Program:
     def eval_batch_of(self, models: int) -> int:
         """Samples of each of so many models at a time, in passes without training, where blocks share `eval_batch`."""
         return self.eval_batch if self.blocks.size == 1 else max(1, self.eval_batch // models)
+
+    def layers_of(self, params: Tree) -> Tree:
+        """The parameters that stay with their client."""
+        flat = flatten_dict(params)
+        return unflatten_dict({path: flat[path] for path in self.setting.own_layers})
+
+    def experiment_of(self, row) -> Any:
+        """Number of the experiment that a row belongs to."""
+        return 0 if self.experiments == 1 else row // self.setting.num_clients
+
+    def of_experiment(self, tree: Tree, experiment) -> Tree:
+        """Row of a tree with leading axis [E]; no gather where there is one experiment."""
+        return alone(tree) if self.experiments == 1 else select(tree, experiment)
+
+    def unlabelled(self, data: "Data") -> Unlabelled | None:
+        """The public images, for hooks."""
+        pipeline = self.public_pipeline
+        if pipeline is None:
+            return None
+
+        def prepared(index, key):
+            return prepare(pipeline, data.public[index], key, train=key is not None, dtype=self.dtype)
+
+        return Unlabelled(data.public, prepared)
+
+    def facts_of(self, data: "Data", row) -> Facts:
+        """The facts about the client in a row."""
+        clients, counts = self.setting.num_clients, data.class_counts
+        client_data = at(counts, row), at(data.train.size, row)
+        if self.experiments == 1:
+            return Facts(row, *client_data, counts)
+        all_counts = select(counts.reshape(self.experiments, clients, -1), self.experiment_of(row))
+        return Facts(row % clients, *client_data, all_counts)
 
 
 def compiler_options(devices: int = 1, *, one_step: bool = False) -> dict[str, Any] | None:
@@ -210,12 +243,6 @@ class Evaluation(NamedTuple):
     further: dict[str, Any]  # [E, C] of each further global model by its name, whole test set
 
 
-def layers_of(program: Program, params: Tree) -> Tree:
-    """The parameters that stay with their client."""
-    flat = flatten_dict(params)
-    return unflatten_dict({path: flat[path] for path in program.setting.own_layers})
-
-
 def overlaid(params: Tree, layers: Tree) -> Tree:
     """The parameters with some of them replaced."""
     return unflatten_dict(flatten_dict(params) | flatten_dict(layers)) if layers else params
@@ -254,16 +281,6 @@ def block_of(array: Any, first, size: int) -> jax.Array:
     return at(array, first) if size == 1 else jax.lax.dynamic_slice_in_dim(array, first, size)
 
 
-def experiment_of(program: Program, row) -> Any:
-    """Number of the experiment that a row belongs to."""
-    return 0 if program.experiments == 1 else row // program.setting.num_clients
-
-
-def of_experiment(tree: Tree, program: Program, experiment) -> Tree:
-    """Row of a tree with leading axis [E]; no gather where there is one experiment."""
-    return alone(tree) if program.experiments == 1 else select(tree, experiment)
-
-
 def alone(tree: Tree) -> Tree:
     """The tree without its leading axis, of size 1."""
     return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), tree)
@@ -283,28 +300,6 @@ def lift(function: Callable, size: int) -> Callable:
         return jax.tree.map(lambda x: x[None], function(*alone(args)))
 
     return single
-
-
-def unlabelled(program: Program, data: Data) -> Unlabelled | None:
-    """The public images, for hooks."""
-    pipeline = program.public_pipeline
-    if pipeline is None:
-        return None
-
-    def prepared(index, key):
-        return prepare(pipeline, data.public[index], key, train=key is not None, dtype=program.dtype)
-
-    return Unlabelled(data.public, prepared)
-
-
-def facts_of(program: Program, data: Data, row) -> Facts:
-    """The facts about the client in a row."""
-    clients, counts = program.setting.num_clients, data.class_counts
-    client_data = at(counts, row), at(data.train.size, row)
-    if program.experiments == 1:
-        return Facts(row, *client_data, counts)
-    all_counts = select(counts.reshape(program.experiments, clients, -1), experiment_of(program, row))
-    return Facts(row % clients, *client_data, all_counts)
 
 
 def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pass, template: Tree = None) -> Tree:

@@ -13,7 +13,7 @@ from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.jobs import Inputs
 from fedjax_pcdd.engine.lanes import Outcome, empty, run_lanes, run_segments
 from fedjax_pcdd.engine.parcels import Parcel, opened
-from fedjax_pcdd.engine.program import Data, Program, Report, State, Tree, lift, unlabelled
+from fedjax_pcdd.engine.program import Data, Program, Report, State, Tree, lift
 from fedjax_pcdd.engine.schedule import Jobs, Plan
 from fedjax_pcdd.methods.checks import same_shapes
 from fedjax_pcdd.methods.method import Local, Message, ServerContext
@@ -108,7 +108,7 @@ def aggregated(
 
     def aggregate(method, server, message, weights, hyper, clients, steps, key):
         key = jax.random.fold_in(jax.random.fold_in(key, round), setting.num_clients)
-        public, count = unlabelled(program, data), (steps > 0).sum()
+        public, count = program.unlabelled(data), (steps > 0).sum()
         context = ServerContext(program.model, setting, hyper, round, clients, count, key, public)
         after = method.aggregate(server, message, weights, context)
         same_shapes(method, "aggregate", "server's next state", after, server, "init_server made it")

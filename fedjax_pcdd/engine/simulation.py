@@ -29,8 +29,6 @@ from fedjax_pcdd.engine.first_state import keeps, kept_of_client, server_and_cli
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
 from fedjax_pcdd.engine.program import (
-    MODEL,
-    ROUNDS,
     Data,
     Evaluation,
     Program,
@@ -41,7 +39,7 @@ from fedjax_pcdd.engine.program import (
     fresh_variables,
     load_data,
     stream_of,
-)  # fmt: skip
+)
 from fedjax_pcdd.engine.round import Work, begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
 from fedjax_pcdd.engine.streaming import Chunk, Streamed
@@ -243,7 +241,7 @@ class Simulation(Planner):
             rows = schedule.most_jobs(jobs, program.devices // self.owners)
             self.streamed = Streamed(self.federations, rows, program.lanes, memory, public, program.devices)
         data = self.streamed.known if self.streamed else data or load_data(self.federations, public)
-        keys = jnp.stack([stream_of(e.seed, ROUNDS) for e in self.experiments])
+        keys = jnp.stack([stream_of(e.seed, "rounds") for e in self.experiments])
         arrays = _stack(*(method for method, _ in configured)), _stack(*local), data, keys
         self.methods, self.hyper, self.data, self.keys = distribute(arrays, self.program.devices)
 
@@ -276,7 +274,7 @@ class Simulation(Planner):
 
     def initial(self, e: int) -> Tree:
         """Variables of the model that an experiment starts from."""
-        key = stream_of(self.experiments[e].seed, MODEL)
+        key = stream_of(self.experiments[e].seed, "model")
         variables = fresh_variables(self.program.model, key, self.image_shape)
         return jax.tree.map(lambda x: x.astype(self.execution.param_dtype), variables)
 

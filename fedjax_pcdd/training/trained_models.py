@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups, of_group
-from fedjax_pcdd.engine.program import State, Tree, facts_of, with_own
+from fedjax_pcdd.engine.program import State, Tree, with_own
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method
@@ -117,7 +117,7 @@ class TrainedModels:
         x = prepare(program.pipeline, jnp.asarray(images), None, train=False, dtype=program.dtype)
         variables, client_options = self.variables if client is None else self.client_variables(client), {}
         if client is not None:
-            facts = facts_of(program, simulation.data, row)
+            facts = program.facts_of(simulation.data, row)
             client_options: Any = {"client": state.clients, "facts": facts, "scope": "personal"}
         return _answered(
             lambda: method.logits(program.model, variables, x, server, **client_options),

@@ -19,7 +19,7 @@ from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule, tuning
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.program import CLIENT, SERVER, stream_of
+from fedjax_pcdd.engine.program import stream_of
 from fedjax_pcdd.engine.round import training_round
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.classification import cross_entropy
@@ -304,7 +304,7 @@ def test_server_and_clients_draw_from_separate_streams_of_the_seed():
     experiments = [base.experiments[0]._replace(method=Drawing(), seed=seed) for seed in (0, 0, 1)]
     state = Simulation(base.program.model, experiments, pipeline=Pipeline(), cohort=3).start()
     for e, seed in enumerate((0, 0, 1)):
-        server_key, client_key = (stream_of(seed, which) for which in (SERVER, CLIENT))
+        server_key, client_key = (stream_of(seed, which) for which in ("server", "client"))
         expected = [jax.random.uniform(jax.random.fold_in(client_key, k), (2,)) for k in range(5)]
         np.testing.assert_array_equal(state.servers.numbers[e], jax.random.uniform(server_key, (2,)))
         np.testing.assert_array_equal(state.clients[5 * e : 5 * e + 5], expected)
