@@ -25,9 +25,9 @@ from benchmarks.round_time import build, federation, simulation
 from benchmarks.table import hardware, on, parser, pin, save
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
 from fedjax_pcdd.analysis.traffic import in_words, traffic
+from fedjax_pcdd.engine.executables import compiler_options
 from fedjax_pcdd.engine.jobs import Inputs
 from fedjax_pcdd.engine.lanes import run_lanes
-from fedjax_pcdd.engine.program import compiler_options
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import ServerContext

@@ -11,16 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedjax_pcdd.data import domain_shifts as shifts
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.augment import stem
-from fedjax_pcdd.data.domain_shifts import (
-    DOMAIN_SHIFTS,
-    public_digit_labels,
-    public_digits,
-    resize,
-    shifted_digits,
-    windows,
-)
 from fedjax_pcdd.data.npz import Archive, read_arrays, read_images
 from fedjax_pcdd.errors import UserError, is_there, nearest
 
@@ -74,7 +67,7 @@ class Recipe(NamedTuple):
 TASKS = {
     "digits_domains": Recipe(
         "four looks of scikit-learn's digits, built in", "shifts",
-        tuple(DOMAIN_SHIFTS), (150,) * 4, (5,) * 4, public="digits_public", public_samples=1000, side=16,
+        tuple(shifts.DOMAIN_SHIFTS), (150,) * 4, (5,) * 4, public="digits_public", public_samples=1000, side=16,
     ),
     "digits2": Recipe("the first two domains of digits", "files", ("mnist", "usps"), (150, 80), (40, 35)),
     "digits": Recipe(
@@ -136,7 +129,7 @@ def load_task(
     side = recipe.side if side is None else side
     _check_draw(seed, side)
     if recipe.layout == "shifts":
-        pools = [Domain(domain, *shifted_digits(domain, side)) for domain in recipe.domains]
+        pools = [Domain(domain, *shifts.shifted_digits(domain, side)) for domain in recipe.domains]
     elif recipe.layout == "files":
         pools = _from_files(name, sources.root_of(data_dir))
     else:
@@ -174,8 +167,8 @@ def load_public(
     random = _generator(seed, f"{stem(name)} public")
     images = images[random.permutation(len(images))[:samples]]
     if stem(name) == "tiny_imagenet":
-        images = windows(images, side, random)
-    return resize(images, side)
+        images = shifts.windows(images, side, random)
+    return shifts.resize(images, side)
 
 
 def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, samples: int, seed: int) -> np.ndarray:
@@ -185,7 +178,7 @@ def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, 
       UserError: as in `load_public`, or the images have no labels.
     """
     images = _public_images(name, data_dir, TASKS["digits_domains"].side)
-    labels = public_digit_labels() if name == "digits_public" else _labels(name, sources.root_of(data_dir))
+    labels = shifts.public_digit_labels() if name == "digits_public" else _labels(name, sources.root_of(data_dir))
     if labels is None or labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
         raise UserError(f"'{name}' has no labels of its images: add y_train to it, or train without `transfer_epochs`.")
     return labels[_generator(seed, f"{stem(name)} public").permutation(len(labels))[:samples]].astype(np.int32)
@@ -193,7 +186,7 @@ def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, 
 
 def _public_images(name: str, data_dir: str | os.PathLike | None, side: int) -> np.ndarray:
     """All images from which public ones are drawn."""
-    return public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
+    return shifts.public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
 
 
 def _labels(name: str, root: Path) -> np.ndarray | None:
@@ -224,7 +217,7 @@ def _drawn(pool: Domain, size: int | None, side: int, random: np.random.Generato
         advice = "put the whole data set there."
         raise UserError(f"The domain '{pool.name}' needs {size} training images but has {available}; {advice}")
     rows = (np.arange(available) if random is None else random.permutation(available))[:size]
-    x_train, x_test = resize(pool.x_train[rows], side), resize(pool.x_test, side)
+    x_train, x_test = shifts.resize(pool.x_train[rows], side), shifts.resize(pool.x_test, side)
     return Domain(pool.name, x_train, pool.y_train[rows].astype(np.int32), x_test, pool.y_test.astype(np.int32))
 
 

@@ -26,9 +26,9 @@ from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
-from fedjax_pcdd.engine.executables import compiled
+from fedjax_pcdd.engine.executables import compiled, fresh_variables
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.program import Evaluation, Report, State, Tree, fresh_variables, samples_of, stream_of
+from fedjax_pcdd.engine.program import Evaluation, Report, State, Tree, samples_of, stream_of
 from fedjax_pcdd.engine.round import aggregated
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError

@@ -3,8 +3,6 @@
 Letters: E experiments, K clients, R = E * K rows (one per client of each experiment), C classes, S cohort.
 """
 
-import functools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine.blocks import Blocks, Pass
-from fedjax_pcdd.engine.executables import shared
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Facts, Setting, Unlabelled
-from fedjax_pcdd.models.classifier import Classifier, Variables, initialise
+from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import at, select, zeros_like
 
 Tree = Any
@@ -109,43 +105,6 @@ class Program:
             return Facts(row, *client_data, counts)
         all_counts = select(counts.reshape(self.experiments, clients, -1), self.experiment_of(row))
         return Facts(row % clients, *client_data, all_counts)
-
-
-def compiler_options(devices: int = 1, *, one_step: bool = False) -> dict[str, Any] | None:
-    """XLA's options for a round on so many devices; None (its defaults) unless on a CPU."""
-    if jax.default_backend() != "cpu":
-        return None
-    # Clients that take one step are bound by memory; with more work the default, which favours concurrency, is faster.
-    ordered = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if one_step else {}
-    # With the default analysis, state that is read and written in one loop is copied for every job.
-    return ordered | ({"xla_cpu_copy_insertion_use_region_analysis": True} if devices == 1 else {})
-
-
-def fresh_variables(model: Classifier, keys: jax.Array, image_shape: tuple[int, ...]) -> Variables:
-    """Variables of a model from a key, or [N, ...] from N keys: those of `initialise`, but compiled faster."""
-    return _fresh_variables(jax.default_backend())(model, keys, image_shape)
-
-
-def forget() -> None:
-    """Forget what was traced of models, see `models.forget`; not where simulations are to share it."""
-    if not shared():
-        models.forget()
-        _fresh_variables(jax.default_backend()).clear_cache()  # pyright: ignore[reportFunctionMemberAccess]
-
-
-@functools.cache
-def _fresh_variables(backend: str) -> Callable[..., Variables]:
-    # The program that draws variables is long and runs once: XLA on a CPU can take longer to compile it than a round.
-    # At its first level of optimisation that takes a quarter to a half of the time, for the same bits.
-    low_level = backend == "cpu" and "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", "")
-    options = {"xla_backend_optimization_level": 1} if low_level else None
-
-    @functools.partial(jax.jit, static_argnums=(0, 2), compiler_options=options)
-    def initial_variables(model, keys, image_shape):
-        draw = functools.partial(initialise, model, image_shape=image_shape)
-        return jax.vmap(draw)(keys) if keys.ndim else draw(keys)
-
-    return initial_variables
 
 
 class Samples(NamedTuple):

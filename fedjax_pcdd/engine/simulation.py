@@ -23,23 +23,12 @@ from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import Blocks, choose_blocks, client_pass
 from fedjax_pcdd.engine.devices import in_sentences
 from fedjax_pcdd.engine.evaluator import Evaluator
-from fedjax_pcdd.engine.executables import compiled
+from fedjax_pcdd.engine.executables import compiled, compiler_options, fresh_variables
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.first_state import keeps, kept_of_client, server_and_clients
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
-from fedjax_pcdd.engine.program import (
-    Data,
-    Evaluation,
-    Program,
-    Report,
-    State,
-    Tree,
-    compiler_options,
-    fresh_variables,
-    load_data,
-    stream_of,
-)
+from fedjax_pcdd.engine.program import Data, Evaluation, Program, Report, State, Tree, load_data, stream_of
 from fedjax_pcdd.engine.round import Work, begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
 from fedjax_pcdd.engine.streaming import Chunk, Streamed

@@ -12,15 +12,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from fedjax_pcdd.models import convolution_forms as forms
 from fedjax_pcdd.models.convolution import plain_window
-from fedjax_pcdd.models.convolution_forms import (
-    Window,
-    block_width,
-    forward_in_blocks,
-    input_gradient,
-    weight_gradient,
-    weight_gradient_in_blocks,
-)
+from fedjax_pcdd.models.convolution_forms import Window, block_width
 from fedjax_pcdd.models.convolution_table import Choices, Listing, Operation, in_use
 from fedjax_pcdd.models.layers import Conv, max_pool
 
@@ -106,7 +100,7 @@ def _in_blocks(x, w, window: Window, choices: Choices | Listing):
     """[B, H, W, I] and [kh, kw, I, O] to [B, h, w / n, n * O]."""
     del choices
     columns = _order(window, w.shape[3])
-    return jax.custom_batching.sequential_vmap(lambda x, w: forward_in_blocks(x, w, window, columns))(x, w)
+    return jax.custom_batching.sequential_vmap(lambda x, w: forms.forward_in_blocks(x, w, window, columns))(x, w)
 
 
 def _in_blocks_backward(window: Window, choices: Choices | Listing, operands, dz):
@@ -120,10 +114,10 @@ def _gradients(window: Window, choices: Choices | Listing, x, w, dz):
     dy = sides.swapaxes(3, 4).reshape(dz.shape[0], *window.out, w.shape[3])
     input_form, weight_form = (_rule(choices, name, window, x, w) for name in ("input_gradient", "weight_gradient"))
     if weight_form.startswith("blocked"):
-        dw = weight_gradient_in_blocks(weight_form, x, dz, window, columns)
+        dw = forms.weight_gradient_in_blocks(weight_form, x, dz, window, columns)
     else:
-        dw = weight_gradient(weight_form, x, dy, window)
-    return input_gradient(input_form, dy, w, window), dw
+        dw = forms.weight_gradient(weight_form, x, dy, window)
+    return forms.input_gradient(input_form, dy, w, window), dw
 
 
 _in_blocks.defvjp(lambda x, w, *static: (_in_blocks(x, w, *static), (x, w)), _in_blocks_backward)

@@ -17,9 +17,10 @@ from fedjax_pcdd.data import augment
 from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, count_devices, products, select_device
+from fedjax_pcdd.engine.executables import forget
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
-from fedjax_pcdd.engine.program import State, forget
+from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import Say, UserError
