@@ -56,62 +56,61 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...], pub
       image_shape: (H, W, channels).
       public: N; for a run as counted by `training.build.public_outputs`.
     """
-    simulated = _simulation(method, model, image_shape, public)
-    method, (job, server, client, lane, sent) = select(simulated.methods, 0), _traced(simulated)
-    job_reads = _used(lambda server, client: job.uploaded(server, client, job.trained(server, client)), server, client)
-    changed = _changed(simulated, method, server, sent)
-    reads = _used(job.steps, server, client, lane)
-    leaves = zip(jax.tree.leaves(server), job_reads, changed, strict=False)
+    job = _Job(method, model, image_shape, public)
+    job_reads = job.used(lambda server, client: job.uploaded(server, client, job.trained(server, client)))
+    reads = job.used(job.steps, job.lane)
+    leaves = zip(jax.tree.leaves(job.server), job_reads, job.changed(), strict=False)
     down = sum(x.size for x, used, moves in leaves if used and moves)
-    held_sizes = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
-    params = lane.variables["params"]
-    own = {name: tree for name, tree in _fresh(simulated).items() if name in lane.variables}
-    traits = method.traits()
-    exchanges, averaged = traits.exchange != "never", size(client) if traits.averages != "never" else 0
-    logits, aims = _exchanged(simulated, method, client, image_shape, public) if exchanges else (0, 0)
+    held_sizes = [x.size for x, used in zip(jax.tree.leaves((job.server, job.client)), reads, strict=False) if used]
+    variables, client, traits = job.lane.variables, size(job.client), method.traits()
+    own = {name: tree for name, tree in job.fresh.items() if name in variables}
+    averaged = client if traits.averages != "never" else 0
+    logits, aims = job.exchanged(public) if traits.exchange != "never" else (0, 0)
     return Traffic(
-        up=_travelling(sent) + logits + averaged, down=down + aims + averaged,
-        client=size(client), held=size(lane.variables) + sum(held_sizes),
-        model=size(own), head=size(params.get("head", {})),
-        features=simulated.program.setting.feature_dim, public=public,
+        up=job.travelling() + logits + averaged, down=down + aims + averaged,
+        client=client, held=size(variables) + sum(held_sizes),
+        model=size(own), head=size(variables["params"].get("head", {})),
+        features=job.program.setting.feature_dim, public=public,
     )  # fmt: skip
 
 
-def _travelling(sent: Message) -> int:
-    """Scalars of a message, without those that the server derives itself."""
-    leaves = jax.tree.leaves(sent, is_leaf=lambda part: isinstance(part, Derived))
-    return size([part for part in leaves if not isinstance(part, Derived)])
-
-
-def _traced(simulated: Simulation) -> tuple["_Job", Tree, Tree, Any, Message]:
-    """A job, and the shapes of the server before it, the client, the loaded lane, and the message."""
-    (server, client), job = _begun(simulated), _Job(simulated)
-    lane = jax.eval_shape(job.loaded, server, client)
-    return job, server, client, lane, jax.eval_shape(job.uploaded, server, client, lane)[1]
-
-
-def _begun(simulated: Simulation) -> tuple[Tree, Tree]:
-    """Shapes of the server's and a client's state before the first round."""
-    fresh = _fresh(simulated)
-
-    def begin():
-        state = simulated.start(jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), fresh))
-        return select(state.servers, 0), select(state.clients, 0)
-
-    try:
-        return jax.eval_shape(begin)
-    except jax.errors.ConcretizationTypeError:  # NumPy makes the server's state, from a random number
-        return jax.eval_shape(lambda state: state, begin())
-
-
 class _Job:
-    """The stages of one job as functions of the server's and the client's state."""
+    """A job of a method with two clients and a few made-up samples, which is traced and never run.
 
-    def __init__(self, simulated: Simulation):
-        jobs, batches = simulated.jobs(0)
-        self.jobs = jax.tree.map(jnp.asarray, jobs)
-        self.simulated, self.indices = simulated, jnp.asarray(batches[0][0])
-        self.program = simulated.program
+    Its stages are functions of the server's and the client's state. The attributes `server`, `client`, `lane`, `sent`
+    and `fresh` are shapes: of the states before the first round, of the loaded lane, of the message, and of the model's
+    own variables (methods may train further ones).
+    """
+
+    def __init__(self, method: Method, model: Classifier, image_shape: tuple[int, ...], public: int):
+        classes = model.num_classes
+        labels = np.arange(2 * classes) % classes
+        images = np.zeros((len(labels), *image_shape), np.uint8)
+        halves = tuple(np.split(np.arange(len(labels)), 2))
+        traits, pipeline = method.traits(), Pipeline(codes=hasattr(model.backbone, "vocabulary"))
+        validation = Lists.of(halves) if traits.validation else None
+        data = Federation(
+            Dataset("none", images, labels, images, labels, classes), Partition(halves, halves), validation
+        )
+        self.simulated = Simulation(
+            method.build(model), [Experiment(data, method, Local(epochs=1, batch_size=4), 0)], pipeline=pipeline,
+            cohort=2, public=(np.zeros((public, *image_shape), np.uint8), pipeline) if traits.public else None,
+        )  # fmt: skip
+        self.method, self.program = select(self.simulated.methods, 0), self.simulated.program
+        jobs, batches = self.simulated.jobs(0)
+        self.jobs, self.indices = jax.tree.map(jnp.asarray, jobs), jnp.asarray(batches[0][0])
+        self.fresh = jax.eval_shape(lambda: initialise(self.program.model, jax.random.key(0), image_shape))
+        try:
+            self.server, self.client = jax.eval_shape(self.begun)
+        except jax.errors.ConcretizationTypeError:  # NumPy makes the server's state, from a random number
+            self.server, self.client = jax.eval_shape(lambda state: state, self.begun())
+        self.lane = jax.eval_shape(self.loaded, self.server, self.client)
+        self.sent: Message = jax.eval_shape(self.uploaded, self.server, self.client, self.lane)[1]
+
+    def begun(self) -> tuple[Tree, Tree]:
+        """The server's and a client's state before the first round."""
+        state = self.simulated.start(jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), self.fresh))
+        return select(state.servers, 0), select(state.clients, 0)
 
     def inputs(self, server: Tree) -> Inputs:
         simulated = self.simulated
@@ -137,78 +136,52 @@ class _Job:
         lane = lane._replace(client=client)
         context = context_of(self.program, inputs, lane, 1)
         summary = summary_of(self.program, inputs, lane, context)
-        return select(self.simulated.methods, 0).upload(lane.variables, summary, context)
+        return self.method.upload(lane.variables, summary, context)
 
+    def travelling(self) -> int:
+        """Scalars of the message, without those that the server derives itself."""
+        leaves = jax.tree.leaves(self.sent, is_leaf=lambda part: isinstance(part, Derived))
+        return size([part for part in leaves if not isinstance(part, Derived)])
 
-def _exchanged(
-    simulated: Simulation, method: Any, client: Tree, image_shape: tuple[int, ...], number: int
-) -> tuple[int, int]:
-    """Scalars of a participant's outputs for N public images, and of the targets that it imitates."""
-    program = simulated.program
-    images = jax.ShapeDtypeStruct((number, *image_shape), jnp.float32)
-    public = jax.eval_shape(lambda: method.init_public(program.setting, number))
+    def exchanged(self, number: int) -> tuple[int, int]:
+        """Scalars of a participant's outputs for N public images, and of the targets that it imitates."""
+        program, method = self.program, self.method
+        images = jax.ShapeDtypeStruct((number, *self.simulated.image_shape), jnp.float32)
+        public = jax.eval_shape(lambda: method.init_public(program.setting, number))
 
-    def exchange(client, images):
-        zero = jnp.zeros((), jnp.int32)
-        context = Context(
-            program.model, program.setting, select(simulated.hyper, 0), public, client, model_of(client),
-            program.facts_of(simulated.data, 0), zero, zero, zero, zero, Keys.of(jax.random.key(0)),
+        def exchange(client, images):
+            zero = jnp.zeros((), jnp.int32)
+            context = Context(
+                program.model, program.setting, select(self.simulated.hyper, 0), public, client, model_of(client),
+                program.facts_of(self.simulated.data, 0), zero, zero, zero, zero, Keys.of(jax.random.key(0)),
+            )  # fmt: skip
+            logits = method.say(model_of(client), PublicBatch(images, images, ()), context)
+            all_logits = jax.tree.map(lambda x: jnp.broadcast_to(x, (PARTICIPANTS, *x.shape)), logits)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), public)
+            _, aims = method.agree(zeros, all_logits, jnp.ones((PARTICIPANTS, program.setting.num_classes)))
+            return logits, select(aims, 0)
+
+        logits, aims = jax.eval_shape(exchange, self.client, images)
+        return size(logits), size(aims)
+
+    def used(self, function, *arguments) -> list[bool]:
+        """For each leaf of server, client and further arguments whether the results depend on it."""
+        jaxpr: Any = jax.make_jaxpr(function)(self.server, self.client, *arguments).jaxpr
+        return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+
+    def changed(self) -> list[bool]:
+        """For each leaf of the server's state whether a round changes it."""
+        jobs, program = self.simulated.cohort_size, self.program
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((jobs, *x.shape), x.dtype), self.sent.each)
+        context = ServerContext(
+            program.model, program.setting, select(self.simulated.hyper, 0), jnp.int32(0), jnp.arange(jobs),
+            jnp.int32(jobs), jax.random.key(0), program.unlabelled(self.simulated.data),
         )  # fmt: skip
-        logits = method.say(model_of(client), PublicBatch(images, images, ()), context)
-        all_logits = jax.tree.map(lambda x: jnp.broadcast_to(x, (PARTICIPANTS, *x.shape)), logits)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), public)
-        _, aims = method.agree(zeros, all_logits, jnp.ones((PARTICIPANTS, program.setting.num_classes)))
-        return logits, select(aims, 0)
-
-    logits, aims = jax.eval_shape(exchange, client, images)
-    return size(logits), size(aims)
-
-
-def _used(function, *arguments) -> list[bool]:
-    """For each leaf of the arguments whether the results depend on it."""
-    closed = jax.make_jaxpr(function)(*arguments)
-    jaxpr: Any = closed.jaxpr
-    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
-
-
-def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message) -> list[bool]:
-    """For each leaf of the server's state whether a round changes it."""
-    jobs = simulated.cohort_size
-    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((jobs, *x.shape), x.dtype), sent.each)
-    message = Message(sent.mean, sent.total, stacked)
-    weights, program = jax.ShapeDtypeStruct((jobs,), jnp.float32), simulated.program
-    context = ServerContext(
-        program.model, program.setting, select(simulated.hyper, 0), jnp.int32(0), jnp.arange(jobs), jnp.int32(jobs),
-        jax.random.key(0), program.unlabelled(simulated.data),
-    )  # fmt: skip
-
-    def aggregate(server, message, weights):
-        return method.aggregate(server, message, weights, context)
-
-    jaxpr: Any = jax.make_jaxpr(aggregate)(server, message, weights).jaxpr
-    before = jaxpr.invars[: len(jax.tree.leaves(server))]
-    return [after is not old for after, old in zip(jaxpr.outvars, before, strict=True)]
-
-
-def _fresh(simulated: Simulation) -> Tree:
-    """Shapes of the model's own variables; methods may train further ones."""
-    return jax.eval_shape(lambda: initialise(simulated.program.model, jax.random.key(0), simulated.image_shape))
-
-
-def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...], number: int) -> Simulation:
-    """A simulation of two clients with a few made-up samples, which is never run."""
-    classes = model.num_classes
-    labels = np.arange(2 * classes) % classes
-    images = np.zeros((len(labels), *image_shape), np.uint8)
-    halves = tuple(np.split(np.arange(len(labels)), 2))
-    validation = Lists.of(halves) if method.traits().validation else None
-    data = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves), validation)
-    pipeline = Pipeline(codes=hasattr(model.backbone, "vocabulary"))
-    public = (np.zeros((number, *image_shape), np.uint8), pipeline) if method.traits().public else None
-    return Simulation(
-        method.build(model), [Experiment(data, method, Local(epochs=1, batch_size=4), 0)], pipeline=pipeline,
-        cohort=2, public=public,
-    )  # fmt: skip
+        jaxpr: Any = jax.make_jaxpr(lambda *sent: self.method.aggregate(*sent, context))(
+            self.server, self.sent._replace(each=stacked), jax.ShapeDtypeStruct((jobs,), jnp.float32)
+        ).jaxpr
+        before = jaxpr.invars[: len(jax.tree.leaves(self.server))]
+        return [after is not old for after, old in zip(jaxpr.outvars, before, strict=True)]
 
 
 def in_words(count: int, sizes: Traffic, classes: int) -> str:
@@ -281,8 +254,7 @@ class Upload(NamedTuple):
 def upload(column: Column) -> Upload:
     """Counts for a column of the table; its model is traced, not run."""
     model = models.build(column.model, num_classes=column.classes, image_shape=column.shape)
-    simulated = (_simulation(METHODS[name](), model, column.shape, PUBLIC) for name in ("fedavg", "fedmr"))
-    fedavg, fedmr = (_travelling(_traced(simulation)[-1]) for simulation in simulated)
+    fedavg, fedmr = (_Job(METHODS[name](), model, column.shape, PUBLIC).travelling() for name in ("fedavg", "fedmr"))
     counters = models.sizes(model, column.shape).full - fedavg
     return Upload(fedavg, fedmr, counters, fedmr - fedavg - column.classes)
 
