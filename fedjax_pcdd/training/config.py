@@ -231,8 +231,10 @@ class RunConfig:
             raise UserError("`local_epochs=none` stands for the epochs of a task's domains: give a number, or `task`.")
         if self.local_steps is not None and (self.local_epochs is not None or self.task is not None):
             raise UserError("`local_steps` stands in place of epochs: use `local_epochs=none`, and no `task`.")
-        if self.select_by == "balanced" and (self.select_on == "validation" or self.task is not None):
-            raise UserError("`select_by=balanced` is measured on tests, without a task: drop it, or those two.")
+        others = {"`select_on=validation`": self.select_on == "validation", "`task`": self.task is not None}
+        if self.select_by == "balanced" and any(others.values()):
+            given = " and ".join(name for name, is_given in others.items() if is_given)
+            raise UserError(f"`select_by=balanced` is measured on one test set for all: drop it, or {given}.")
         self._check_processes()
         rounds_of(self.lr_steps)
         if self.track is not None:

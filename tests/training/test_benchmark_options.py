@@ -133,8 +133,10 @@ def test_the_best_round_may_be_chosen_by_balanced_accuracy():
     rows = [{"round": 1, "ga": 0.5, "ga_balanced": 0.2}, {"round": 2, "ga": 0.4, "ga_balanced": 0.3}]
     assert History(rows).best("ga") == (0.5, 1)
     assert History(rows, select_on="test, balanced accuracy").best("ga") == (0.4, 2)
-    with pytest.raises(UserError, match="select_by=balanced is measured on tests"):
+    with pytest.raises(UserError, match="drop it, or select_on=validation"):
         build({"select_by": "balanced", "validation": 0.1, "select_on": "validation"})
+    with pytest.raises(UserError, match="drop it, or task"):
+        build({"select_by": "balanced", "task": "digits_domains", "local_epochs": None})
 
 
 # Initial weights
