@@ -10,7 +10,7 @@ from fedjax_pcdd.report.contents import ACCURACIES
 from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries, unlike
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts
-from fedjax_pcdd.training.progress import with_pa_named
+from fedjax_pcdd.training.progress import IN_TRAINING, pa_name, with_pa_named
 
 HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p (Wilcoxon)", "verdict")
 
@@ -24,6 +24,7 @@ class Comparison(NamedTuple):
       metric: entry of summary.json.
       heading: of the metric; for PA with when it was measured, if that is the same for both.
       difference: other minus first; p-values are adjusted for the comparisons of this metric on this data.
+      alike: whether the metric is the same quantity in both; if not, there is no verdict.
     """
 
     data: str
@@ -32,6 +33,7 @@ class Comparison(NamedTuple):
     metric: str
     heading: str
     difference: Difference
+    alike: bool = True
 
 
 def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[Comparison], list[str]]:
@@ -79,16 +81,46 @@ def _compare(
     if not other_entries:
         notes.append(f"{data} has {first.label} alone: nothing to compare.")
     pairs = [_pairs(data, first, other, notes) for other in other_entries]
-    by_metric = {
-        metric: family([paired(_values(b, metric), _values(a, metric), confidence) for a, b in pairs])
-        for metric in ACCURACIES
-    }
+    sentences = [_unlike_pa(first, other) for other in other_entries]
+    notes += [f"{data}: {sentence}" for sentence in sentences if sentence]
+    found = []
+    for metric in ACCURACIES:
+        alike = [not sentence or not metric.startswith("pa") for sentence in sentences]
+        differences = [paired(_values(b, metric), _values(a, metric), confidence) for a, b in pairs]
+        judged = family([d if same else None for d, same in zip(differences, alike, strict=True)])
+        found.append([(d or other, same) for d, other, same in zip(judged, differences, alike, strict=True)])
     return [
-        Comparison(data, first.label, other.label, metric, _heading(metric, [*first.runs, *other.runs]), difference)
-        for i, other in enumerate(other_entries)
-        for metric in ACCURACIES
-        if (difference := by_metric[metric][i]) is not None
+        Comparison(data, first.label, other.label, metric, _heading(metric, [*first.runs, *other.runs]), *entry)
+        for other, column in zip(other_entries, zip(*found, strict=True), strict=True)
+        for metric, entry in zip(ACCURACIES, column, strict=True)
+        if entry[0] is not None
     ]
+
+
+def _unlike_pa(first: Entry, other: Entry) -> str:
+    """A sentence if PA follows more local training in one experiment than in the other, else ""."""
+    kinds = [{(pa_name(run.result), _epochs_before_pa(run)) for run in entry.runs} for entry in (first, other)]
+    names, epochs = ({kind[i] for kind in set.union(*kinds)} for i in (0, 1))
+    if len(names) == 1 or (len(epochs) == 1 and None not in epochs):
+        return ""
+    return (
+        f"PA of {first.label} and of {other.label} are different quantities, {_in_words(kinds[0])} and "
+        f"{_in_words(kinds[1])}, so there is no verdict on it. With fine_tune_epochs equal to local_epochs both follow "
+        "equally many local epochs; with fine_tune_epochs=0 both are of the models in training."
+    )
+
+
+def _epochs_before_pa(run: RunRecord) -> int | None:
+    """Local epochs between the server's model and the test that gives PA; None if that is not a fixed number."""
+    if run.config.get("pa_protocol") not in (None, "last"):
+        return None
+    known = {"PA after fine-tuning": "fine_tune_epochs", IN_TRAINING: "local_epochs"}
+    return run.config.get(known.get(pa_name(run.result), ""))
+
+
+def _in_words(kinds: set[tuple[str, int | None]]) -> str:
+    texts = (name.removeprefix("PA ") + (f" ({epochs} epochs)" if epochs else "") for name, epochs in kinds)
+    return " or ".join(sorted(texts))
 
 
 def _not_finite(run: RunRecord) -> list[str]:
@@ -152,8 +184,10 @@ def _line(comparison: Comparison, alpha: float) -> list[str]:
     difference = comparison.difference
     low, high = difference.low, difference.high
     bounds = NOTHING if low is None or high is None else f"[{signed(low)}, {signed(high)}]"
-    p_values = [NOTHING if p is None else f"{p:.3f}" for p in (difference.p, difference.rank_p)]
+    judged = (difference.p, difference.rank_p) if comparison.alike else (None, None)
+    p_values = [NOTHING if p is None else f"{p:.3f}" for p in judged]
     return [
         f"{comparison.other} less {comparison.first}", comparison.heading, str(len(difference.seeds)),
-        signed(difference.mean), bounds, *p_values, difference.verdict(alpha),
+        signed(difference.mean), bounds, *p_values,
+        difference.verdict(alpha) if comparison.alike else "different quantities",
     ]  # fmt: skip

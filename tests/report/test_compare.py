@@ -1,5 +1,7 @@
 """Paired comparison over made-up run folders."""
 
+import json
+
 import pytest
 from made_up_runs import write_run
 
@@ -44,6 +46,22 @@ def test_comparisons_of_two_methods_with_the_first_are_adjusted_as_one_family(tm
     adjusted = next(result.difference for result in results if result.other == "fedgela" and result.metric == "ga_best")
     assert adjusted.p == pytest.approx(2 * alone.p)
     assert (adjusted.low, adjusted.high) == (alone.low, alone.high)
+
+
+@pytest.mark.parametrize(("fine_tune_epochs", "verdicts"), [(4, {"different quantities"}), (2, {"above"})])
+def test_pa_after_more_local_training_has_no_verdict(tmp_path, capsys, fine_tune_epochs, verdicts):
+    for seed in range(3):
+        for name, method, protocol in (("a", "fedgela", "during training"), ("b", "fedavg", "global model fine-tuned")):
+            options = {"method": method, "local_epochs": 2, "fine_tune_epochs": fine_tune_epochs}
+            pa = {"a": 0.5, "b": 0.6}[name] + seed / 50 * (name == "b")
+            folder = write_run(tmp_path / f"{name}{seed}", 0.3, pa, seed=seed, shift=seed, **options)
+            summary = json.loads((folder / "summary.json").read_text())
+            (folder / "summary.json").write_text(json.dumps(summary | {"pa_protocol": protocol}))
+    assert compare_main([f"{tmp_path}/{name}{seed}" for name in "ab" for seed in range(3)]) == 0
+    printed = capsys.readouterr().out
+    lines = [line.split("|") for line in printed.splitlines() if "PA (" in line.partition("fedavg less fedgela |")[2]]
+    assert {line[-2].strip() for line in lines} == verdicts
+    assert ("PA of fedgela and of fedavg are different quantities" in printed) == ("above" not in verdicts)
 
 
 def test_seeds_without_a_partner_are_left_out_with_a_note(tmp_path):
