@@ -1,6 +1,6 @@
 """The ten sentences at the top of the page of results, every figure in them computed from the results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from fedjax_pcdd.report.statistics import Difference, signed
@@ -18,9 +18,9 @@ Each is computed from the results below. Differences are in percent points, with
 brackets. *Clearly* means by a single paired t-test at the level 0.05, for PA by the best and by the last model, which
 is more lenient than the verdicts of this page; where three seeds did not decide, two were added for some comparisons,
 for which nothing is corrected. `fmnist` behind a split means the images of Fashion-MNIST, where the paper prints a
-number for CIFAR-10. For each scale a sentence names the comparison with the most seeds (among equals the one nearest to
-the paper's table, then the one with the largest printed difference), followed by how many comparisons there are and how
-they came out. Options in brackets behind a split are those that the preset no longer has; † is explained below.
+number for CIFAR-10. A sentence counts all its comparisons; the lines below it show, for each scale, the one with the
+most seeds (among equals the one nearest to the paper's table, then the one with the largest printed difference).
+Options in brackets behind a split are those that the preset no longer has; † is explained below.
 """
 
 
@@ -38,7 +38,7 @@ class Facts(NamedTuple):
 
 
 def summary_section(facts: Facts) -> list[str]:
-    """A section of the page: the ten sentences, numbered."""
+    """A section of the page: the ten sentences, numbered, each with its figures in a list below it."""
     return [HEADING, *(f"{number}. {text}" for number, text in enumerate(sentences(facts), 1)), ""]
 
 
@@ -113,7 +113,7 @@ def _directions(facts: Facts) -> str:
 
 def _fedmr(facts: Facts) -> str:
     findings = facts.tried(lambda finding: _rows(finding) == FEDMR)
-    return f"FedMR above FedAvg, the main claim of its paper: {_by_scale(findings, most=2)}; {_counted(findings)}."
+    return f"FedMR above FedAvg, the main claim of its paper: {_counted(findings)}." + _by_scale(findings, most=2)
 
 
 def _fedmr_rivals(facts: Facts) -> str:
@@ -135,7 +135,7 @@ def _fedmr_hinges(facts: Facts) -> str:
         side: [departure for departure in multi_seed if departure.other.verdict() == side]
         for side in ("above", "below")
     }
-    examples = "; ".join(
+    examples = _lines(
         f"{where(departure)}, {departure.settings}: {_told(departure.other)}"
         for departure in clear["above"][:MOST_NAMED]
     )
@@ -143,7 +143,7 @@ def _fedmr_hinges(facts: Facts) -> str:
         f"In {above} of {len(departures)} comparisons under other settings (readings, length, network) FedMR is "
         f"above FedAvg, against {usual_above} of the {len(usual)} with usual settings and the same seeds that they are "
         f"compared with; of the {len(multi_seed)} with more than one seed it is clearly above in "
-        f"{len(clear['above'])}{f' ({examples})' * bool(examples)} and clearly below in {len(clear['below'])}."
+        f"{len(clear['above'])} and clearly below in {len(clear['below'])}.{examples}"
     )
 
 
@@ -158,16 +158,29 @@ def _fedgela(facts: Facts) -> str:
             "fedgela/table2", "fedgela", "fedavg"))
         for metric in ("ga_pct", "pa_pct")
     )  # fmt: skip
-    return f"FedGELA above FedAvg: in GA {_by_scale(ga)}, {_counted(ga)}; in PA {_by_scale(pa)}, {_counted(pa)}."
+    energies = [
+        departure
+        for departure in facts.departures
+        if _rows(departure) == ("fedgela/table2", "fedgela", "fedavg") and departure.claim.metric == "ga_pct"
+        and departure.settings.startswith("ew=") and len(departure.other.seeds) > 1
+    ]  # fmt: skip
+    return (
+        f"FedGELA above FedAvg: in GA {_counted(ga)}; in PA {_counted(pa)}."
+        + _by_scale(ga, name="GA, ")
+        + _by_scale(pa, name="PA, ")
+        + _lines(
+            f"GA with another E_W, {where(departure)}: {departure.other} with {departure.settings}, where the default "
+            f"gives {departure.usual}"
+            for departure in energies
+        )
+    )
 
 
 def _fedgela_parts(facts: Facts) -> str:
     findings = facts.tried(lambda finding: finding.claim.table == "fedgela/table4")
-    examples = "; ".join(
-        f"{finding.claim.text}: {_told(_best(finding))}, printed {_printed(finding)}"
-        for finding in findings[:MOST_NAMED]
+    return f"What FedGELA's parts are worth, on Dirichlet(0.1) of Fashion-MNIST: {_counted(findings)}." + _lines(
+        f"{finding.claim.text.replace(' is above ', ' less ')}: {_shown(finding)}" for finding in findings[:MOST_NAMED]
     )
-    return f"What FedGELA's parts are worth, on Dirichlet(0.1) of Fashion-MNIST: {examples or 'not tried'}."
 
 
 def _others(facts: Facts) -> str:
@@ -175,16 +188,22 @@ def _others(facts: Facts) -> str:
     solo = facts.tried(lambda finding: _rows(finding) == ("fccl/table1", "fccl", "solo"))
     mean = facts.tried(lambda finding: _rows(finding) == ("fccl/table3", "fccl fccl", "fccl fedavg"))
     return (
-        f"FedRL above FedAvg: {_by_scale(rl)}, {_counted(rl)}; FCCL above training alone: {_by_scale(solo)}; above "
-        f"FedAvg, one network for all: {_by_scale(mean)}."
+        f"FedRL above FedAvg: {_counted(rl)}; FCCL above training alone: {_counted(solo)}; above FedAvg, one network "
+        f"for all: {_counted(mean)}."
+        + _by_scale(rl, name="FedRL, ")
+        + _by_scale(solo, name="FCCL less training alone, ")
+        + _by_scale(mean, name="FCCL less FedAvg, ")
     )
 
 
-def _by_scale(findings: Sequence[Finding], most: int = 1) -> str:
+def _lines(texts: Iterable[str]) -> str:
+    """A list below a sentence."""
+    return "".join(f"\n    - {text}" for text in texts)
+
+
+def _by_scale(findings: Sequence[Finding], most: int = 1, name: str = "") -> str:
     """For each scale the comparisons with most seeds; of equals those nearest to the table, then printed largest."""
-    if not findings:
-        return "not tried"
-    scale_texts = []
+    shown = []
     for scale in dict.fromkeys(finding.scale for finding in findings):
         at_scale = [finding for finding in findings if finding.scale == scale]
         at_scale.sort(
@@ -194,10 +213,13 @@ def _by_scale(findings: Sequence[Finding], most: int = 1) -> str:
                 -(finding.paper or 0.0),
             )
         )
-        comparisons = [f"{_told(_best(finding))} on {finding.where}, printed {_printed(finding)} ({_in_words(finding)})"
-                       for finding in at_scale[:most]]  # fmt: skip
-        scale_texts.append(f"at scale `{scale}` {' and '.join(comparisons)}")
-    return ", ".join(scale_texts)
+        shown += [f"{name}scale `{scale}`, {finding.where}: {_shown(finding)}" for finding in at_scale[:most]]
+    return _lines(shown)
+
+
+def _shown(finding: Finding) -> str:
+    """The difference of a comparison, the paper's, and the verdict."""
+    return f"{_told(_best(finding))}, printed {_printed(finding)} ({_in_words(finding)})"
 
 
 def _counted(findings: Sequence[Finding]) -> str:
