@@ -118,8 +118,8 @@ def name_of(name: str, data_dir: str | os.PathLike | None = None) -> str:
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
     places = f"looked for {file.absolute()} and for a prepared TFDS data set in {folder.absolute()}"
     if name in TFDS_NAMES:
-        command = f"fedjax-pcdd prepare {name} `data_dir={root}`"
-        return f"The data set '{name}' was not found ({places}); prepare it by: {command}"
+        command = f"fedjax-pcdd prepare {name}, with `data_dir={root}`"
+        return f"The data set '{name}' was not found ({places}); prepare it by the command {command}"
     if name in DATASETS:
         contents = _CONTENTS.get(name, _ARRAYS)
         return f"The data set '{name}' was not found ({places}); put {name}.npz there, with {contents} (docs/data.md)."

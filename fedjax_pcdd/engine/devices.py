@@ -26,8 +26,8 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 MEMORY = ("RESOURCE_EXHAUSTED", "out of memory")
 PATIENCE = 7 * 24 * 3600  # seconds
 STATIC = (
-    "A number on which Python branches or counts must be static: declare it by fp.hyperparameter(..., static=True). "
-    "Choose between arrays by jnp.where."
+    "A number on which Python branches or counts must be static: declare a hyper-parameter by "
+    "fp.hyperparameter(..., static=True); on the context's round, epoch, step and counts choose by jnp.where."
 )
 UNTRACED: dict[type[Exception], str] = {  # what helps against errors of JAX about code that cannot be traced
     jax.errors.TracerArrayConversionError: "NumPy takes no arrays that are traced: use those functions of jax.numpy.",

@@ -324,7 +324,7 @@ class Message(NamedTuple):
     Attributes:
       mean: reduced to sum_k p_k * mean_k.
       total: reduced to sum_k total_k.
-      each: stacked to [S, ...].
+      each: stacked to [S, ...]; rows of clients that were lost or have no batch mean nothing, and their weight is 0.
     """
 
     mean: Tree = ()

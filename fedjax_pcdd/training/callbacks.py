@@ -104,7 +104,9 @@ class Metrics(Callback):
         if not valid:
             raise UserError(f"takes a dictionary of functions of a run by name, not {functions!r}.", field="metrics")
         if reserved := [name for name in functions if name.startswith(("ga_", "pa_"))]:
-            raise UserError(f"names '{reserved[0]}', as accuracies of our own are: begin otherwise.", field="metrics")
+            raise UserError(
+                f"may not begin with ga_ or pa_, as accuracies do: rename '{reserved[0]}'.", field="metrics"
+            )
         self.functions, self.lost = functions, list[str]()
 
     def state(self) -> list[str]:

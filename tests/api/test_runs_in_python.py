@@ -330,7 +330,7 @@ def test_local_steps_replace_local_epochs_as_on_the_command_line(federation):
 
 
 def test_a_metric_may_not_be_named_like_an_accuracy(federation):
-    with pytest.raises(fp.UserError, match="metrics names 'ga_mine', as accuracies of our own are"):
+    with pytest.raises(fp.UserError, match=r"metrics may not begin with ga_ or pa_, .* rename 'ga_mine'"):
         fp.simulate(federation, metrics={"ga_mine": lambda run: 1.0}, **SMALL)
 
 

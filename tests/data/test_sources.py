@@ -289,7 +289,7 @@ def test_a_hundred_thousand_class_names_take_seconds(tmp_path):
 def test_a_missing_data_set_is_refused_with_the_command_and_the_searched_names(tmp_path):
     with pytest.raises(UserError) as caught:
         sources.load("svhn", tmp_path)
-    for text in (f"fedjax-pcdd prepare svhn data_dir={tmp_path}", "svhn.npz", "svhn_cropped"):
+    for text in (f"fedjax-pcdd prepare svhn, with data_dir={tmp_path}", "svhn.npz", "svhn_cropped"):
         assert text in str(caught.value)
 
 
