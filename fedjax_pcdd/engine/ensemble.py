@@ -56,6 +56,7 @@ def ensemble_correct(program: Program, sums: jax.Array, data: Data) -> jax.Array
 
 
 @jax.jit
+@full_precision
 def _kept_sums(statistics: Tree, slots: jax.Array, shares: jax.Array) -> Tree:
     """Sums over the clients in some slots [n], each weighted by its share [E, n]."""
     return jax.tree.map(lambda x: jnp.tensordot(shares.astype(x.dtype), x[slots], 1), statistics)

@@ -16,9 +16,9 @@ from fedjax_pcdd.models.classifier import initialise
 from fedjax_pcdd.trees import zeros_like
 
 
-def _check_server(method: Method, server: Tree) -> None:
-    """UserError if a leaf is no array, or what a default hook or the metrics read of the server's state is missing."""
-    numbers(method, "init_server", server)
+def _checked(method: Method, server: Tree) -> Tree:
+    """The server's state; UserError if a leaf is no array, or what a default hook or the metrics read is missing."""
+    server = numbers(method, "init_server", server)
     recorded, name = method.traits().recorded, type(method).__name__
     for field in recorded:
         if [np.shape(leaf) for leaf in jax.tree.leaves(getattr(server, field, ()))] != [()]:
@@ -28,6 +28,7 @@ def _check_server(method: Method, server: Tree) -> None:
     reads = [hook for hook in ("download", "generic_variables") if getattr(type(method), hook) is getattr(Method, hook)]
     if reads and not hasattr(server, "variables"):
         raise UserError(f"{name}.init_server must return something with a field variables, which {reads[0]} returns.")
+    return server
 
 
 def server_and_clients(
@@ -46,7 +47,7 @@ def server_and_clients(
     server_key, client_key = (stream_of(seed, which) for which in ("server", "client"))
     first = experiment * setting.num_clients
     server = method.init_server(setting, variables, data.class_counts[first : first + setting.num_clients], server_key)
-    _check_server(method, server)
+    server = _checked(method, server)
     # Participants begin with their own models.
     initial_server = Server(variables) if method.traits().own_models else server
 

@@ -225,7 +225,7 @@ class Groups:
         return [np.arange(self.federation.num_clients)]
 
     def jobs(self, round: int) -> tuple[schedule.Jobs, list[np.ndarray]]:
-        """Jobs of all groups in the federation's order, and the batches of each."""
+        """Jobs of all groups in their order, and the batches of each; `row` says whose each job is."""
         jobs, batches = zip(*(group.jobs(round) for group in self.groups), strict=True)
         drawn = [b for group in batches for b in group]
         return self._joined(jobs), [drawn[i] for i in np.argsort(np.concatenate(self.members))]

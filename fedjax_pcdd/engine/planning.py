@@ -41,7 +41,7 @@ class Experiment(NamedTuple):
 def fitting(local: Local, sizes: np.ndarray, weights: str = "method") -> Local:
     """Local training with batches not much wider than the largest client, where that removes nothing but padding.
 
-    Widths are powers of two up to 128 and multiples of it beyond, so that most partitions alike share a program.
+    Widths are powers of two up to 128 and multiples of it beyond, so that most similar partitions share a program.
     """
     if local.last_batch in ("strict", "top_up") or weights == "batches":
         return local

@@ -35,7 +35,7 @@ def training_round(program: Program, methods, hyper, data, keys, state: State, s
 
 
 class Work(NamedTuple):
-    """What a round reads besides samples: what its chunks share, if it goes through these in chunks."""
+    """A round's inputs other than samples; the chunks of a round in chunks share them."""
 
     methods: Any  # [E]
     hyper: Local  # [E]
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     round: Any
 
     def on(self, data: Data) -> Inputs:
-        """What jobs read whose samples are among these, with a key for each job."""
+        """The inputs of the jobs whose samples are in `data`, with a key for each job."""
 
         def job_key(number, experiment):
             return jax.random.fold_in(jax.random.fold_in(self.keys[experiment], self.round), number)

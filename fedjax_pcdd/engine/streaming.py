@@ -8,7 +8,7 @@ Letters: J jobs, R rows, M samples of a shard, D devices, L lanes.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +84,7 @@ class Split:
         return Samples(*arrays)
 
 
-@cache
+@lru_cache(8)  # of the shards and chunks of a simulation; more would stay on the device
 def _order(size: int) -> Any:
     return jnp.arange(size, dtype=jnp.int32)
 

@@ -31,11 +31,20 @@ def shaped(method: Any, hook: str, value: Any, *shape: int) -> Any:
 
 
 def numbers(method: Any, hook: str, tree: Any) -> Any:
-    """The tree that a hook returned; UserError if one of its leaves is neither an array nor a number."""
+    """The tree that a hook returned; UserError if one of its leaves is neither an array nor a number.
+
+    Python's numbers become arrays, and weak types strong ones: a round returns these, so that the second would be
+    compiled anew.
+    """
     for leaf in jax.tree.leaves(tree):
         if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float)):
             raise UserError(f"{_name(method)}.{hook} must return arrays, not {type(leaf).__name__}.")
-    return tree
+    return jax.tree.map(_strong, tree)
+
+
+def _strong(leaf: Any) -> Any:
+    weak = isinstance(leaf, int | float) or getattr(leaf, "weak_type", False)
+    return jnp.asarray(leaf, jnp.result_type(leaf)) if weak else leaf
 
 
 def same_shapes(method: Any, hook: str, name: str, tree: Any, expected: Any, source: str) -> Any:

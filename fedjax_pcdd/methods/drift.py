@@ -44,7 +44,7 @@ class Sent(NamedTuple):
 def size_factor(context: Context) -> jax.Array:
     """nu_k = N n_k / n, a scalar; 1 where all clients have equally many samples."""
     facts = context.facts
-    return context.setting.num_clients * facts.num_samples / facts.federation_counts.sum()
+    return context.setting.num_clients * (facts.num_samples / facts.federation_counts.sum())  # N n_k may exceed int32
 
 
 @struct.dataclass
@@ -92,7 +92,7 @@ class Drifting(Method):
         state = zeros_like(variables["params"]) if self.keeps_state else ()
         if self._averages:
             return Server(variables, (), (), state)
-        latest = jax.tree.map(jnp.copy, variables) if self.eval == "all_mean" else ()
+        latest = variables if self.eval == "all_mean" else ()
         return Server(variables, zeros_like(variables["params"]), latest, state)
 
     def init_client(self, setting, server, facts, key):

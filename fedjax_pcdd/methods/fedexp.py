@@ -56,7 +56,7 @@ class FedExP(ServerStep):
         """X's server; the evaluated model, the step's length, and the first learning rate, 0 before the first round."""
         server: Any = super().init_server(setting, variables, class_counts, key)
         one = jnp.ones((), jnp.result_type(float))
-        return extended(server, averaged=jax.tree.map(jnp.copy, server.variables), extrapolation=one, first_lr=0 * one)
+        return extended(server, averaged=server.variables, extrapolation=one, first_lr=0 * one)
 
     def upload(self, variables, summary, context):
         """X's message, and the squared length of the update of the parameters that the server has."""

@@ -71,8 +71,9 @@ class FedGF(SharpnessAware):
     def init_server(self, setting, variables, class_counts, key):
         """Nothing has diverged yet."""
         zero = jnp.zeros((), jnp.result_type(float))
-        perturbed = jax.tree.map(jnp.copy, variables["params"])
-        return Server(variables, perturbed, zero, zero, jnp.zeros(self.window, bool), jnp.zeros((), jnp.int32))
+        return Server(
+            variables, variables["params"], zero, zero, jnp.zeros(self.window, bool), jnp.zeros((), jnp.int32)
+        )
 
     def point(self, params, gradients, context):
         """c w~ + (1 - c) (w + e)."""

@@ -68,7 +68,7 @@ class FedLESAM(Nearby):
         server: Any = super().init_server(setting, variables, class_counts, key)
         if self.memory == "client":
             return server
-        return extended(server, previous=jax.tree.map(jnp.copy, server.variables["params"]))
+        return extended(server, previous=server.variables["params"])
 
     def init_client(self, setting, server, facts, key):
         """X's state and, with `memory=client`, the parameters received last: none yet."""

@@ -78,8 +78,8 @@ class Traits(NamedTuple):
       exchange: whether logits on public images are exchanged, before or after local training; see `participant.py`.
       targets: whether the targets of an exchange are made for every batch, or once a round for all public images.
       averages: whether own models, all of one architecture, are averaged, after the exchange or after local training.
-      pauses: whether the last round trains nothing and only makes the further model, which the rounds before it lack;
-        a further server step would keep moving the model in it.
+      pauses: whether the last round trains nothing and only makes a further model (CCVR's calibrated one); refused with
+        a server step, which would still move the model in that round.
       transfer_epochs: epochs on labelled public images, before any other training of own models.
       common_start: whether own models of one architecture share their initialisation.
       common_server: whether the server of each group of one architecture receives the messages of all groups.

@@ -24,7 +24,7 @@ from fedjax_pcdd.engine.round import training_round
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Method, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, hyperparameter
 from fedjax_pcdd.models.classifier import forward
 
 
@@ -411,3 +411,36 @@ def test_frozen_parameters_do_not_move_at_all():
 class HeadOnly(Method):
     def trainable(self, params, context):
         return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key == "head", params)
+
+
+class Counts(NamedTuple):
+    variables: Any
+    rounds: Any
+    share: Any
+
+
+@struct.dataclass
+class CountsRounds(Method):
+    """FedAvg with numbers of Python, and arrays of weak type, as its first states."""
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Counts(variables, 0, jnp.asarray(0.5))
+
+    def init_client(self, setting, server, facts, key):
+        return 0.0
+
+    def upload(self, variables, summary, context):
+        return context.client + 1, Message(variables)
+
+    def aggregate(self, server, message, weights, context):
+        return Counts(message.mean, server.rounds + 1, 0.5 * server.share)
+
+
+@pytest.mark.parametrize("client_state", ["device", "host"])
+def test_states_that_begin_as_numbers_of_python_do_not_compile_the_second_round_anew(client_state):
+    simulated = toy.simulation(method=CountsRounds(), client_state=client_state)
+    compiled = simulated.compilations
+    state, _ = toy.train(simulated, (0, 1, 2))
+    assert simulated.compilations == compiled + 1
+    assert (int(state.servers.rounds[0]), float(state.servers.share[0])) == (3, 0.0625)
+    assert np.sum(state.clients) == 9  # a cohort of three in each of three rounds

@@ -116,7 +116,7 @@ def test_every_registered_method_is_declared_correctly(name):
     [
         (
             lambda self, variables, outputs, *_: 1.0 if self.on else 0.0,
-            "declare it by fp.hyperparameter(..., static=True)",
+            "declare a hyper-parameter by fp.hyperparameter(..., static=True)",
         ),
         (lambda self, variables, outputs, *_: np.sum(np.asarray(outputs.logits)), "use those functions of jax.numpy"),
         (lambda self, variables, outputs, batch, _: outputs.logits[batch.mask > 0].sum(), "weight them by jnp.where"),

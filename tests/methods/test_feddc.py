@@ -9,6 +9,7 @@ import pytest
 from golden_vectors import cases
 from hooks import aggregate, context, hyper, params, setting, start
 
+from fedjax_pcdd.methods.drift import size_factor
 from fedjax_pcdd.methods.feddc import FedDC
 from fedjax_pcdd.methods.steps import effective_steps
 
@@ -93,6 +94,15 @@ def test_changes_of_the_state_are_sent_times_the_size_factor():
     )
     expected = np.mean([0.5 * float(clients[0].state["w"][0]), 1.5 * float(clients[1].state["w"][0])])
     np.testing.assert_allclose(server.state["w"], expected, **EXACT)
+
+
+def test_the_size_factor_is_right_where_clients_times_samples_exceed_32_bits():
+    server, clients = start(FedDC(), np.zeros(1), (1,))
+    client_context = context(FedDC(), server, clients[0])
+    facts = client_context.facts._replace(num_samples=jnp.int32(43_000), federation_counts=jnp.array([[93_000]]))
+    setting = client_context.setting._replace(num_clients=50_000)
+    factor = size_factor(client_context._replace(facts=facts, setting=setting))
+    np.testing.assert_allclose(factor, 50_000 * 43_000 / 93_000, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")
