@@ -1,13 +1,12 @@
 """What the claims hinge on: their differences under other readings, longer training or other networks, if run."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fedjax_pcdd.report.statistics import Difference
 from fedjax_pcdd.training.config import RUN
 from reproduction.claims import Claim
 from reproduction.columns import Column, Row, difference, in_words
-from reproduction.verdicts import against
 
 CPU = "cpu"  # the scale that the others are compared with
 # The kind of a departure is the first one that lists an option in which it departs; an empty set takes the rest.
@@ -22,9 +21,9 @@ HEADING = """## What the claims hinge on
 
 Here each claim on each split appears again, under every other setting that was run: other readings of the paper
 ([ambiguities.md](ambiguities.md)), longer training, another network or norm, other images. A claim *turns* if the best
-round's difference changes its sign, or if a paired t-test (with an unadjusted p-value) says something else. A single
-seed turns easily; only differences with ± have more. Both differences are of the same seeds and of runs of one version
-of this project. A row that a reading does not concern is that of the default.
+round's difference changes its sign, which differences near zero do easily: compare them with their standard error after
+the ±, which a single seed lacks. Both differences are of the same seeds and of runs of one version of this project. A
+row that a reading does not concern is that of the default.
 """
 
 
@@ -38,7 +37,6 @@ class Departure(NamedTuple):
       settings: the options in which it departs, as `local_epochs=10`.
       base: tag of the column that it departs from.
       usual, other: the differences of the best round, in the metric of the table, over the same seeds.
-      claimed: the paper's difference, or its sign.
     """
 
     claim: Claim
@@ -50,29 +48,19 @@ class Departure(NamedTuple):
     base: str
     usual: Difference
     other: Difference
-    claimed: float
 
     @property
     def turns(self) -> bool:
-        """Whether the sign, or the verdict of a test over several seeds, changes."""
-        differences = self.usual, self.other
-        if self.usual.mean * self.other.mean <= 0:
-            return True
-        return (
-            all(delta.p is not None for delta in differences)
-            and len({against(delta, self.claimed) for delta in differences}) > 1
-        )
+        """Whether the sign changes."""
+        return self.usual.mean * self.other.mean <= 0
 
 
-def departures(
-    claims: Iterable[Claim], every: Sequence[Column], paper: Callable[[Claim, str], float]
-) -> list[Departure]:
+def departures(claims: Iterable[Claim], every: Sequence[Column]) -> list[Departure]:
     """All departures that the results have.
 
     Args:
       claims: those of the papers.
       every: all columns, those of other readings too.
-      paper: the printed difference of a claim on a split, or its sign.
     """
     return [
         departure
@@ -80,7 +68,7 @@ def departures(
         for split in claim.splits
         for column in every
         if (column.table, column.split) == (claim.table, split)
-        and (departure := _departure(claim, column, _usual(claim, column, every), paper(claim, split))) is not None
+        and (departure := _departure(claim, column, _usual(claim, column, every))) is not None
     ]
 
 
@@ -120,7 +108,7 @@ def _value(row: Row | None, option: str) -> str:
     return decisive.get(option) or (_options(row) or {}).get(option, "preset")
 
 
-def _departure(claim: Claim, column: Column, usual: Column | None, claimed: float) -> Departure | None:
+def _departure(claim: Claim, column: Column, usual: Column | None) -> Departure | None:
     if usual is None:
         return None
     settings = _settings(claim, usual, column)
@@ -130,7 +118,7 @@ def _departure(claim: Claim, column: Column, usual: Column | None, claimed: floa
         return None
     kind = next(name for name, options in KINDS.items() if not options or options & settings.keys())
     departing = in_words(settings)
-    return Departure(claim, column.split, kind, column.scale, column.tag, departing, usual.tag, base, other, claimed)
+    return Departure(claim, column.split, kind, column.scale, column.tag, departing, usual.tag, base, other)
 
 
 def _difference(

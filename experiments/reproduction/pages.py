@@ -55,8 +55,7 @@ def known(results: Path, experiments: Path) -> Known:
     readings = tags_of(ambiguities) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
     tables = with_means([column for column in every if column.tag not in readings], expected)
     all_findings = findings(claims, tables, expected)
-    printed = {(finding.claim.text, finding.split): finding.claimed for finding in all_findings}
-    all_departures = departures(claims, every, lambda claim, split: printed[claim.text, split])
+    all_departures = departures(claims, every)
     plans = {name: read_plan(name, experiments / "reproduction", PRESETS).cells for name in ("paper", "full", "gpu")}
     all_needs = needs(all_findings, plans, predicted_hours(experiments.parent, PRESETS))
     return Known(rows, every, tables, expected, claims, all_findings, all_departures, all_needs, ambiguities)

@@ -55,7 +55,7 @@ def own_table(group: Group) -> Table:
     columns = [
         Column(column.heading, column.entry, best=-1 if column.entry == "pa_std" else 1) for column in accuracies
     ]
-    columns.append(Column("s a round", SECONDS))
+    columns.append(Column("s a round", SECONDS, digits=3))
     if targets:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
     rows = {}
