@@ -1,10 +1,10 @@
 """What an experiment starts from: the server's state, a client's, and what the engine keeps for a client besides it."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.engine.optimiser import make_optimiser
@@ -31,32 +31,51 @@ def _checked(method: Method, server: Tree) -> Tree:
     return server
 
 
-def server_and_clients(
-    program: Program, method: Method, data: Data, variables: Tree, *, experiment: int, seed: int
-) -> tuple[Tree, Callable[[Any], Tree]]:
-    """An experiment's initial server state, and a function from a row to its client's initial state.
+class First(NamedTuple):
+    """What the clients of an experiment start from."""
+
+    method: Method  # as configured
+    server: Tree
+    key: jax.Array
+
+
+def first_of(program: Program, method: Method, data: Data, variables: Tree, *, experiment: int, seed: int) -> First:
+    """The initial server state of an experiment, and what its clients' follow from.
 
     Args:
       method: as configured.
       variables: of the model.
 
     Raises:
-      UserError: a hook of the method returns something that is no valid state.
+      UserError: the method returns something that is no valid state.
     """
-    setting = program.setting
-    server_key, client_key = (stream_of(seed, which) for which in ("server", "client"))
-    first = experiment * setting.num_clients
-    server = method.init_server(setting, variables, data.class_counts[first : first + setting.num_clients], server_key)
-    server = _checked(method, server)
-    # Participants begin with their own models.
-    initial_server = Server(variables) if method.traits().own_models else server
+    setting, first = program.setting, experiment * program.setting.num_clients
+    counts = data.class_counts[first : first + setting.num_clients]
+    server = method.init_server(setting, variables, counts, stream_of(seed, "server"))
+    return First(method, _checked(method, server), stream_of(seed, "client"))
 
-    def init_client(row):
-        facts = program.facts_of(data, row)
-        client_state = method.init_client(setting, initial_server, facts, jax.random.fold_in(client_key, facts.client))
-        return numbers(method, "init_client", client_state)
 
-    return server, init_client
+def first_client(program: Program, first: First, variables: Tree, data: Data, row) -> Tree:
+    """The initial state of the client in a row; participants begin with their own models, the variables.
+
+    Raises:
+      UserError: the method returns something that is no valid state.
+    """
+    method, facts = first.method, program.facts_of(data, row)
+    server = Server(variables) if method.traits().own_models else first.server
+    client = method.init_client(program.setting, server, facts, jax.random.fold_in(first.key, facts.client))
+    return numbers(method, "init_client", client)
+
+
+def first_clients(program: Program, first: First, variables: Tree, data: Data, rows: jax.Array) -> Tree:
+    """The initial states [n, ...] of the clients in some rows [n]; arguments are traced, so this compiles once."""
+    return jax.vmap(lambda row: first_client(program, first, variables, data, row))(rows)
+
+
+@jax.jit
+def repeated(tree: Tree, rows: jax.Array) -> Tree:
+    """The same state for each of some rows [n], [n, ...]."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*rows.shape, *jnp.shape(x))), tree)
 
 
 def keeps(program: Program) -> bool:

@@ -25,7 +25,7 @@ from fedjax_pcdd.engine.devices import in_sentences
 from fedjax_pcdd.engine.evaluator import Evaluator
 from fedjax_pcdd.engine.executables import compiled, compiler_options, fresh_variables
 from fedjax_pcdd.engine.execution import Execution
-from fedjax_pcdd.engine.first_state import keeps, kept_of_client, server_and_clients
+from fedjax_pcdd.engine.first_state import First, first_client, first_clients, first_of, keeps, kept_of_client, repeated
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
 from fedjax_pcdd.engine.program import Data, Evaluation, Program, Report, State, Tree, load_data, stream_of
@@ -208,6 +208,7 @@ class Simulation(Planner):
         )  # fmt: skip
         options = {"compiler_options": compiler_options(one_step=one_step), "donate_argnums": 1}
         parts = begin_round, part_of_round, end_round
+        self._first_clients = compiled(first_clients, self.program)
         self._begin, self._part, self._end = (compiled(part, self.program, **options) for part in parts)
         self._compiled_before = self._compiled
         self.evaluator = Evaluator(
@@ -245,21 +246,27 @@ class Simulation(Planner):
     def start(self, variables: Tree = None) -> State:
         """State before the first round; a function of the seeds, and of the variables [E, ...] if they are given."""
         methods, data, variables = own_copy((self.methods, self.data, variables))
-        firsts = []
-        for e, experiment in enumerate(self.experiments):
-            first, method = self.initial(e) if variables is None else select(variables, e), select(methods, e)
-            firsts.append(server_and_clients(self.program, method, data, first, experiment=e, seed=experiment.seed))
-        servers, makes = zip(*firsts, strict=True)
-        clients, statistics = self.storage.initial(makes), ()
-        if keeps(self.program):
-            kept = [self._kept(e, select(methods, e), *first) for e, first in enumerate(firsts)]
-            statistics = self.storage.initial([lambda row, tree=tree: tree for tree in kept])
-        return self.storage.placed(State(_stack(*servers), clients, statistics))
+        numbers = range(len(self.experiments))
+        models = [self.initial(e) if variables is None else select(variables, e) for e in numbers]
+        firsts = [
+            first_of(self.program, select(methods, e), data, models[e], experiment=e, seed=self.experiments[e].seed)
+            for e in numbers
+        ]
 
-    def _kept(self, e: int, method: Method, server: Tree, make: Callable[[Any], Tree]) -> Tree:
+        def make(e: int, rows: jax.Array) -> Tree:
+            return self._first_clients(firsts[e], models[e], data, rows)
+
+        clients, statistics = self.storage.initial(make, len(firsts)), ()
+        if keeps(self.program):
+            kept = [self._kept(e, firsts[e], models[e], data) for e in numbers]
+            statistics = self.storage.initial(lambda e, rows: repeated(kept[e], rows), len(firsts))
+        return self.storage.placed(State(_stack(*(first.server for first in firsts)), clients, statistics))
+
+    def _kept(self, e: int, first: First, variables: Tree, data: Data) -> Tree:
         """What the engine keeps for each client of an experiment, made from the first one, which stands for all."""
-        client, hyper = make(jnp.int32(e * self.program.setting.num_clients)), select(own_copy(self.hyper), e)
-        return kept_of_client(self.program, method, hyper, self.image_shape, server, client)
+        row, hyper = jnp.int32(e * self.program.setting.num_clients), select(own_copy(self.hyper), e)
+        client = first_client(self.program, first, variables, data, row)
+        return kept_of_client(self.program, first.method, hyper, self.image_shape, first.server, client)
 
     def initial(self, e: int) -> Tree:
         """Variables of the model that an experiment starts from."""

@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +23,7 @@ from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.trees import on_leaves, select
 
-Make = Callable[[jax.Array], Tree]  # the state of one row
+Make = Callable[[int, jax.Array], Tree]  # the states of an experiment's rows [n], [n, ...]
 
 
 class Portion(NamedTuple):
@@ -49,16 +49,13 @@ class OnDevice:
         """A new state, placed where it lives between rounds."""
         return distribute(state, self.devices)
 
-    def initial(self, makes: Sequence[Make]) -> Tree:
-        """State of all rows, stacked; each function makes that of one experiment's rows."""
-        parts = [
-            jax.jit(jax.vmap(make))(jnp.asarray(rows))
-            for make, rows in zip(makes, self._by_experiment(makes), strict=True)
-        ]
+    def initial(self, make: Make, experiments: int) -> Tree:
+        """State of all rows, stacked."""
+        parts = [make(e, jnp.asarray(rows)) for e, rows in enumerate(self._by_experiment(experiments))]
         return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
-    def _by_experiment(self, makes: Sequence[Make]) -> list[np.ndarray]:
-        return np.split(np.arange(self.rows, dtype=np.int32), len(makes))
+    def _by_experiment(self, experiments: int) -> list[np.ndarray]:
+        return np.split(np.arange(self.rows, dtype=np.int32), experiments)
 
     def copied(self, state: State) -> State:
         """A copy of the state, for a simulation that changes it in place."""
@@ -155,14 +152,14 @@ class OnHost(OnDevice):
         self._changed = np.zeros(rows, bool)
         self.split = devices > 1
 
-    def initial(self, makes):
+    def initial(self, make, experiments):
         """State of all rows, stacked, made in chunks."""
         whole = None
-        for make, rows in zip(makes, self._by_experiment(makes), strict=True):
-            lifted, rows = jax.jit(jax.vmap(make)), np.intersect1d(rows, self._own).astype(rows.dtype)
+        for e, rows in enumerate(self._by_experiment(experiments)):
+            rows = np.intersect1d(rows, self._own).astype(rows.dtype)
             for start in range(0, len(rows), self.chunk):
                 chunk_rows = rows[start : start + self.chunk]
-                part = lifted(jnp.asarray(np.resize(chunk_rows, self.chunk)))  # of one shape, hence compiled once
+                part = make(e, jnp.asarray(np.resize(chunk_rows, self.chunk)))  # of one shape, hence compiled once
                 if whole is None:
                     whole = jax.tree.map(lambda x: self.array((self.rows, *x.shape[1:]), x.dtype), part)
 
