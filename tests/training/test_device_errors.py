@@ -47,16 +47,16 @@ def failing(monkeypatch):
         def when(simulation, round):
             return simulation.program.lanes > 1
 
-    device, launch = Device(), Simulation.launch
+    device, step = Device(), Simulation.step
 
-    def launched(self, state, round, plan=None):
+    def step_or_fail(self, state, round, *more):
         device.seen.append(self.program.lanes)
         if device.when(self, round):
             raise jax.errors.JaxRuntimeError(device.message)
-        return launch(self, state, round, plan)
+        return step(self, state, round, *more)
 
     device.seen = []
-    monkeypatch.setattr(Simulation, "launch", launched)
+    monkeypatch.setattr(Simulation, "step", step_or_fail)
     return device
 
 
@@ -338,7 +338,7 @@ ABORTING = """
     from fedjax_pcdd.cli.run import main
     from fedjax_pcdd.engine.simulation import Simulation
     jax.default_backend = lambda: "gpu"
-    Simulation.launch = lambda *_: os.abort()
+    Simulation.step = lambda *_: os.abort()
     sys.exit(main(sys.argv[1:]))
 """
 
@@ -356,13 +356,13 @@ EXHAUSTED_DEVICES = """
     import sys, jax
     from fedjax_pcdd.cli.run import main
     from fedjax_pcdd.engine.simulation import Simulation
-    launch = Simulation.launch
-    def launched(self, *arguments):
+    step = Simulation.step
+    def step_or_fail(self, *arguments):
         if self.program.lanes > 1:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.")
         assert self.program.devices == 2
-        return launch(self, *arguments)
-    Simulation.launch = launched
+        return step(self, *arguments)
+    Simulation.step = step_or_fail
     sys.exit(main(sys.argv[1:]))
 """
 
