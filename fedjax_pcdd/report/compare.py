@@ -10,7 +10,7 @@ from fedjax_pcdd.report.contents import ACCURACIES
 from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries, unlike
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts
-from fedjax_pcdd.training.progress import IN_TRAINING, pa_name, with_pa_named
+from fedjax_pcdd.training.progress import pa_name, with_pa_named
 
 HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p (Wilcoxon)", "verdict")
 
@@ -83,18 +83,26 @@ def _compare(
     pairs = [_pairs(data, first, other, notes) for other in other_entries]
     sentences = [_unlike_pa(first, other) for other in other_entries]
     notes += [f"{data}: {sentence}" for sentence in sentences if sentence]
-    found = []
-    for metric in ACCURACIES:
-        alike = [not sentence or not metric.startswith("pa") for sentence in sentences]
-        differences = [paired(_values(b, metric), _values(a, metric), confidence) for a, b in pairs]
-        judged = family([d if same else None for d, same in zip(differences, alike, strict=True)])
-        found.append([(d or other, same) for d, other, same in zip(judged, differences, alike, strict=True)])
+    alike = {metric: [not (sentence and metric.startswith("pa")) for sentence in sentences] for metric in ACCURACIES}
+    by_metric = {metric: _differences(metric, pairs, alike[metric], confidence) for metric in ACCURACIES}
     return [
-        Comparison(data, first.label, other.label, metric, _heading(metric, [*first.runs, *other.runs]), *entry)
-        for other, column in zip(other_entries, zip(*found, strict=True), strict=True)
-        for metric, entry in zip(ACCURACIES, column, strict=True)
-        if entry[0] is not None
-    ]
+        Comparison(
+            data, first.label, other.label, metric, _heading(metric, [*first.runs, *other.runs]), difference,
+            alike[metric][i],
+        )
+        for i, other in enumerate(other_entries)
+        for metric in ACCURACIES
+        if (difference := by_metric[metric][i]) is not None
+    ]  # fmt: skip
+
+
+def _differences(
+    metric: str, pairs: Sequence[tuple[list[RunRecord], list[RunRecord]]], alike: Sequence[bool], confidence: float
+) -> list[Difference | None]:
+    """The differences in a metric; only comparisons of like quantities are a family, in which p-values are adjusted."""
+    raw = [paired(_values(b, metric), _values(a, metric), confidence) for a, b in pairs]
+    adjusted = family([difference if same else None for difference, same in zip(raw, alike, strict=True)])
+    return [new if same else old for new, old, same in zip(adjusted, raw, alike, strict=True)]
 
 
 def _unlike_pa(first: Entry, other: Entry) -> str:
@@ -112,10 +120,9 @@ def _unlike_pa(first: Entry, other: Entry) -> str:
 
 def _epochs_before_pa(run: RunRecord) -> int | None:
     """Local epochs between the server's model and the test that gives PA; None if that is not a fixed number."""
-    if run.config.get("pa_protocol") not in (None, "last"):
-        return None
-    known = {"PA after fine-tuning": "fine_tune_epochs", IN_TRAINING: "local_epochs"}
-    return run.config.get(known.get(pa_name(run.result), ""))
+    epochs = run.config.get("fine_tune_epochs")
+    known = {"during training": run.config.get("local_epochs"), f"global model fine-tuned for {epochs} epochs": epochs}
+    return known.get(str(run.result.get("pa_protocol")))  # not where another protocol stands behind these words
 
 
 def _in_words(kinds: set[tuple[str, int | None]]) -> str:

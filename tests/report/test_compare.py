@@ -48,10 +48,14 @@ def test_comparisons_of_two_methods_with_the_first_are_adjusted_as_one_family(tm
     assert (adjusted.low, adjusted.high) == (alone.low, alone.high)
 
 
-@pytest.mark.parametrize(("fine_tune_epochs", "verdicts"), [(4, {"different quantities"}), (2, {"above"})])
-def test_pa_after_more_local_training_has_no_verdict(tmp_path, capsys, fine_tune_epochs, verdicts):
+@pytest.mark.parametrize(
+    ("fine_tune_epochs", "suffix", "verdicts"),
+    [(4, "", {"different quantities"}), (2, "", {"above"}), (2, ", as received", {"different quantities"})],
+)
+def test_pa_after_more_local_training_has_no_verdict(tmp_path, capsys, fine_tune_epochs, suffix, verdicts):
+    tuned = f"global model fine-tuned for {fine_tune_epochs} epochs"
     for seed in range(3):
-        for name, method, protocol in (("a", "fedgela", "during training"), ("b", "fedavg", "global model fine-tuned")):
+        for name, method, protocol in (("a", "fedgela", "during training" + suffix), ("b", "fedavg", tuned)):
             options = {"method": method, "local_epochs": 2, "fine_tune_epochs": fine_tune_epochs}
             pa = {"a": 0.5, "b": 0.6}[name] + seed / 50 * (name == "b")
             folder = write_run(tmp_path / f"{name}{seed}", 0.3, pa, seed=seed, shift=seed, **options)
