@@ -17,6 +17,7 @@ from trajectories import Problem
 
 from fedjax_pcdd import methods, models
 from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.engine.ensemble import _kept_sums
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import LAYERS
@@ -381,3 +382,9 @@ class Normed(nn.Module):
 def test_a_method_with_a_second_global_model_is_refused():
     with pytest.raises(UserError, match="only model is the average of all, which CCVR's is not"):
         simulated("ccvr")
+
+
+def test_the_mean_of_own_layers_is_in_full_precision():
+    text = _kept_sums.lower({"w": jnp.ones((2, 3))}, jnp.arange(2), jnp.ones((1, 2))).as_text()
+    assert "HIGHEST" in text
+    assert "DEFAULT" not in text
