@@ -182,6 +182,7 @@ def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> 
         outcomes = [results[e.name] for e in repeated]
         finished = [r for r in outcomes if isinstance(r, dict)]
         row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(outcomes) - len(finished)}
+        row["without_pa"] = sum("diverged_client" in r for r in finished)  # means of PA are over the others
         row["selected_on"] = chosen_by(finished)
         row["pa_protocol"] = "; ".join(dict.fromkeys(r["pa_protocol"] for r in finished if "pa_protocol" in r))
         for measure in (*MEASURES, "ga_validation_best"):

@@ -21,7 +21,7 @@ from fedjax_pcdd.errors import UserError, as_path, nearest, shortened, writing
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.methods.own_layers import without_own_layers
 from fedjax_pcdd.training.config import RunConfig
-from fedjax_pcdd.training.metrics import MEASURES
+from fedjax_pcdd.training.metrics import MEASURES, selection
 from fedjax_pcdd.training.setup import NOTHING, Given
 from fedjax_pcdd.training.tasks import setup
 from fedjax_pcdd.training.trained_models import TrainedModels
@@ -227,7 +227,7 @@ def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", 
 
 
 def table(histories: Sequence[History]) -> list[dict[str, Any]]:
-    """One row per history: its label, best and last GA and PA from its summary, and how PA was measured.
+    """One row per history: label, best and last GA and PA, what chose the best rounds, and how PA was measured.
 
     Raises:
       UserError: a history is not finished, as in a callback.
@@ -236,5 +236,8 @@ def table(histories: Sequence[History]) -> list[dict[str, Any]]:
     for history in histories:
         if not history.summary:
             raise UserError(f"{history.label} is not finished: use history.to_table() during training.")
-    columns = (*MEASURES, "pa_protocol")
-    return [{"label": h.label} | {name: h.summary[name] for name in columns} for h in histories]
+    return [
+        {"label": h.label} | {name: h.summary[name] for name in MEASURES}
+        | {"selected_on": selection(h.summary), "pa_protocol": h.summary["pa_protocol"]}
+        for h in histories
+    ]  # fmt: skip

@@ -1,5 +1,7 @@
 """Analyses of what runs cost: what is sent, rounds to an accuracy, memory and time of a client."""
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +11,7 @@ from fedjax_pcdd.analysis.traffic import COLUMNS, Traffic, as_printed, in_words,
 from fedjax_pcdd.analysis.traffic import traffic as counted
 from fedjax_pcdd.cli.analysis_text import Options, labels_of, number, printed, table
 from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.lists import load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, readable
@@ -30,7 +33,7 @@ def traffic(records: list[RunRecord], given: Options) -> str:
     if "preset" in given:
         raise UserError("is for what the papers print: leave it out beside runs.", field="preset")
     lines, labels = [], labels_of(records)
-    for record, costs in readable(records, _counted):
+    for record, costs in _all_counted(records):
         megabytes = 4e-6 * (costs.floats.up + costs.floats.down) * costs.cohort
         in_all = "at most " * costs.last_only + f"{megabytes * record.rounds_done:.1f}"
         words = (costs.words["down"], costs.words["up"])
@@ -69,8 +72,16 @@ class Costs(NamedTuple):
     last_only: bool
 
 
-def _counted(record: RunRecord) -> Costs:
+def _all_counted(records: Sequence[RunRecord]) -> list[tuple[RunRecord, Costs]]:
+    """The costs of each run that can be counted; a data set that runs in a row share is read once."""
+    return readable(records, partial(_counted, load=lru_cache(maxsize=1)(sources.load)))
+
+
+def _counted(record: RunRecord, load: Callable[..., Dataset]) -> Costs:
     """The costs of a run's clients, counted by tracing its method.
+
+    Args:
+      load: `sources.load`, or one that remembers what it has read.
 
     Raises:
       UserError: it is a run over the domains of a task, or its data set is not available.
@@ -80,7 +91,7 @@ def _counted(record: RunRecord) -> Costs:
         raise UserError(f"{record.path} was trained on a module of Python's, which is not counted: leave it out.")
     if config.task is not None:
         raise UserError(f"{record.path} is a run over the domains of a task, which are not counted: leave it out.")
-    dataset = sources.load(config.dataset, config.data_dir)
+    dataset = load(config.dataset, config.data_dir)
     (name, *others) = dict.fromkeys((config.models or config.model or default_model(dataset)).split(","))
     if others:
         raise UserError(f"{record.path} has participants with different models, which are not counted: leave it out.")
@@ -116,7 +127,7 @@ def rounds(records: list[RunRecord], given: Options) -> str:
 
 def burden(records: list[RunRecord], given: Options) -> str:
     """Memory and time of a client (FedMR, Figure 4; FedRL, Table 3)."""
-    lines, labels, pairs = [], labels_of(records), readable(records, _counted)
+    lines, labels, pairs = [], labels_of(records), _all_counted(records)
     points: dict[str, list[tuple[RunRecord, int, float | None]]] = {}
     records = [record for record, _ in pairs]
     for record, costs in pairs:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 CONSOLE = Screen()
 _TRACEBACK = "Traceback (most recent call last)"
 ENDED = (0, 1)  # exit codes of workers that reached their end; 1: of experiments that failed
+MISSING = {"failed": "failed", "without_pa": "without PA"}  # counts in a row of the table, in words
 # Parameters that submitit has for every scheduler; all others get the prefix `slurm_`.
 COMMON = ("name", "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
 OPTIONS = {
@@ -77,7 +78,8 @@ def as_table(rows: Sequence[Mapping[str, Any]], shown: Sequence[str] = ()) -> Ri
     columns = [Column("seeds"), *map(Column, headings), *[Column("best by")] * (len(criteria) > 1)]
     lines = []
     for row in rows:
-        seeds = f"{row['seeds']} ({row['failed']} failed)" if row["failed"] else str(row["seeds"])
+        missing = [f"{row[name]} {text}" for name, text in MISSING.items() if row[name]]
+        seeds = f"{row['seeds']} ({', '.join(missing)})" if missing else str(row["seeds"])
         cells = [Cell(text=seeds), *(Cell(row[measure], row[f"{measure}_std"]) for measure in MEASURES)]
         cells += [Cell(text=row["selected_on"].removesuffix(" samples"))] * (len(criteria) > 1)
         label = " ".join([row["experiment"], *(f"{name}={row[name]}" for name in shown)])

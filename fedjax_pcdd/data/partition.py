@@ -120,9 +120,10 @@ def dirichlet(
     """Spread every class over the clients by proportions drawn from Dirichlet(beta), as FedMR, FedGELA and MOON do.
 
     Class by class: shuffle, draw q ~ Dirichlet(beta), set q_k = 0 for clients that hold n/K samples or more,
-    renormalise, cut. The cap is applied to training and test lists separately, so their proportions can
-    differ slightly. Lists are shuffled at the end. Where no finite weight remains (every client is full, or
-    a tiny beta has underflowed), the class goes to the client with the fewest samples.
+    renormalise, cut. The cap is applied to training and test lists separately, as published: where a client is full in
+    one of them alone, a class can go elsewhere in the other, so that a client can be tested on classes that it does not
+    train on. Lists are shuffled at the end. Where no finite weight remains (every client is full, or a tiny beta has
+    underflowed), the class goes to the client with the fewest samples.
 
     Args:
       y_train: [n_train] integer labels.

@@ -10,6 +10,7 @@ from fedjax_pcdd.report.contents import ACCURACIES
 from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries, unlike
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts
+from fedjax_pcdd.training.metrics import chosen_by
 from fedjax_pcdd.training.progress import pa_name, with_pa_named
 
 HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p (Wilcoxon)", "verdict")
@@ -24,6 +25,7 @@ class Comparison(NamedTuple):
       metric: entry of summary.json.
       heading: of the metric; for PA with when it was measured, if that is the same for both.
       difference: other minus first; p-values are adjusted for the comparisons of this metric on this data.
+      chosen_by: what chose the best rounds, in words.
       alike: whether the metric is the same quantity in both; if not, there is no verdict.
     """
 
@@ -33,6 +35,7 @@ class Comparison(NamedTuple):
     metric: str
     heading: str
     difference: Difference
+    chosen_by: str
     alike: bool = True
 
 
@@ -81,14 +84,14 @@ def _compare(
     if not other_entries:
         notes.append(f"{data} has {first.label} alone: nothing to compare.")
     pairs = [_pairs(data, first, other, notes) for other in other_entries]
-    sentences = [_unlike_pa(first, other) for other in other_entries]
-    notes += [f"{data}: {sentence}" for sentence in sentences if sentence]
-    alike = {metric: [not (sentence and metric.startswith("pa")) for sentence in sentences] for metric in ACCURACIES}
+    reasons = [_unlike_pa(first, other) | _unlike_selection(first, other) for other in other_entries]
+    notes += [f"{data}: {sentence}" for reason in reasons for sentence in dict.fromkeys(reason.values())]
+    alike = {metric: [metric not in reason for reason in reasons] for metric in ACCURACIES}
     by_metric = {metric: _differences(metric, pairs, alike[metric], confidence) for metric in ACCURACIES}
     return [
         Comparison(
             data, first.label, other.label, metric, _heading(metric, [*first.runs, *other.runs]), difference,
-            alike[metric][i],
+            _chosen_by(first, other), alike[metric][i],
         )
         for i, other in enumerate(other_entries)
         for metric in ACCURACIES
@@ -105,17 +108,38 @@ def _differences(
     return [new if same else old for new, old, same in zip(adjusted, raw, alike, strict=True)]
 
 
-def _unlike_pa(first: Entry, other: Entry) -> str:
-    """A sentence if PA follows more local training in one experiment than in the other, else ""."""
+def _unlike_pa(first: Entry, other: Entry) -> dict[str, str]:
+    """A sentence for each metric of PA, if PA follows more local training in one experiment than in the other."""
     kinds = [{(pa_name(run.result), _epochs_before_pa(run)) for run in entry.runs} for entry in (first, other)]
     names, epochs = ({kind[i] for kind in set.union(*kinds)} for i in (0, 1))
     if len(names) == 1 or (len(epochs) == 1 and None not in epochs):
-        return ""
-    return (
+        return {}
+    sentence = (
         f"PA of {first.label} and of {other.label} are different quantities, {_in_words(kinds[0])} and "
         f"{_in_words(kinds[1])}, so there is no verdict on it. With fine_tune_epochs equal to local_epochs both follow "
         "equally many local epochs; with fine_tune_epochs=0 both are of the models in training."
     )
+    return {metric: sentence for metric in ACCURACIES if metric.startswith("pa")}
+
+
+def _unlike_selection(first: Entry, other: Entry) -> dict[str, str]:
+    """A sentence for each metric of best rounds that were chosen by other samples, or by another accuracy."""
+    results = [run.result for entry in (first, other) for run in entry.runs]
+    criteria = {
+        "ga_best": {result.get("ga_best_selected_on", result.get("selected_on", "test")) for result in results},
+        "pa_best": {result.get("selected_on", "test") for result in results},
+    }
+    metrics = [metric for metric, values in criteria.items() if len(values) > 1]
+    names = " and ".join(ACCURACIES[metric] for metric in metrics)
+    sentence = (
+        f"{names} of {first.label} and of {other.label} are different quantities, of rounds chosen by "
+        f"{_chosen_by(first)} and by {_chosen_by(other)}, so there is no verdict on them."
+    )
+    return dict.fromkeys(metrics, sentence)
+
+
+def _chosen_by(*members: Entry) -> str:
+    return chosen_by(run.result for entry in members for run in entry.runs)
 
 
 def _epochs_before_pa(run: RunRecord) -> int | None:
@@ -132,7 +156,9 @@ def _in_words(kinds: set[tuple[str, int | None]]) -> str:
 
 def _not_finite(run: RunRecord) -> list[str]:
     names = [name for metric, name in ACCURACIES.items() if not math.isfinite(run.result.get(metric) or 0.0)]
-    return [f"{run.path} has no finite number as its {name}, which is left out." for name in names]
+    sentences = [f"{run.path} has no finite number as its {name}, which is left out." for name in names]
+    diverged = f"{run.path} diverged in fine-tuning, so that it has no PA: its seed is left out of differences in PA."
+    return sentences + [diverged] * ("diverged_client" in run.result)
 
 
 def _first(members: Sequence[Entry], reference: RunRecord) -> Entry | None:
@@ -182,7 +208,11 @@ def comparison_tables(comparisons: Sequence[Comparison], confidence: float) -> l
     tables = []
     for data in dict.fromkeys(comparison.data for comparison in comparisons):
         lines = [_line(comparison, 1 - confidence) for comparison in comparisons if comparison.data == data]
-        title = f"{data}: difference in percent points, {100 * confidence:g} % interval of Student's t"
+        chosen = " or ".join(dict.fromkeys(one.chosen_by for one in comparisons if one.data == data))
+        title = (
+            f"{data}: difference in percent points, {100 * confidence:g} % interval of Student's t; best rounds chosen "
+            f"by {chosen}"
+        )
         tables.append(texts(title, HEADINGS, lines, left=("metric", "verdict")))
     return tables
 

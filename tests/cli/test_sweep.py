@@ -213,6 +213,15 @@ def test_means_and_deviations_are_over_seeds():
     assert (row["seeds"], row["failed"], row["ga_best_std"]) == (1, 1, None)
 
 
+def test_seeds_whose_fine_tuning_diverged_are_counted():
+    experiments = expand({"method": "fedavg", "seed": "0,1,2"})
+    results = {experiment.name: dict.fromkeys(MEASURES, 0.5) | {"selected_on": "test"} for experiment in experiments}
+    results[experiments[1].name] |= {"pa_best": None, "pa_last": None, "diverged_client": 0}
+    rows = summarise(experiments, results)
+    assert (rows[0]["seeds"], rows[0]["failed"], rows[0]["without_pa"]) == (3, 0, 1)
+    assert str(next(as_table(rows).columns[1].cells)) == "3 (1 without PA)"
+
+
 @pytest.mark.thorough
 def test_a_sweep_writes_runs_as_run_py_does_and_does_not_repeat_them(tmp_path, monkeypatch, capsys):
     argv = ["--method=fedavg,solo", "--seed=0:2", *SMALL, f"--sweep-dir={tmp_path}"]

@@ -8,7 +8,7 @@ from made_up_runs import write_run
 from fedjax_pcdd.cli.report import compare_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect
-from fedjax_pcdd.report.compare import compare
+from fedjax_pcdd.report.compare import compare, comparison_tables
 
 
 def pairs(folder, first, second, **options):
@@ -17,6 +17,12 @@ def pairs(folder, first, second, **options):
         write_run(folder / f"a{seed}", a, seed=seed, shift=seed)
         write_run(folder / f"b{seed}", b, seed=seed, shift=seed, method="fedgela", **options)
     return collect([folder])
+
+
+def rewrite(folder, **entries):
+    """Change entries of a finished run's summary."""
+    path = folder / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 def test_a_difference_is_the_mean_over_pairs(tmp_path):
@@ -59,13 +65,45 @@ def test_pa_after_more_local_training_has_no_verdict(tmp_path, capsys, fine_tune
             options = {"method": method, "local_epochs": 2, "fine_tune_epochs": fine_tune_epochs}
             pa = {"a": 0.5, "b": 0.6}[name] + seed / 50 * (name == "b")
             folder = write_run(tmp_path / f"{name}{seed}", 0.3, pa, seed=seed, shift=seed, **options)
-            summary = json.loads((folder / "summary.json").read_text())
-            (folder / "summary.json").write_text(json.dumps(summary | {"pa_protocol": protocol}))
+            rewrite(folder, pa_protocol=protocol)
     assert compare_main([f"{tmp_path}/{name}{seed}" for name in "ab" for seed in range(3)]) == 0
     printed = capsys.readouterr().out
     lines = [line.split("|") for line in printed.splitlines() if "PA (" in line.partition("fedavg less fedgela |")[2]]
     assert {line[-2].strip() for line in lines} == verdicts
     assert ("PA of fedgela and of fedavg are different quantities" in printed) == ("above" not in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("entries", "unlike"),
+    [
+        ({}, set()),
+        ({"selected_on": "validation"}, {"ga_best", "pa_best"}),
+        ({"ga_best_selected_on": "validation"}, {"ga_best"}),
+    ],
+)
+def test_best_rounds_that_other_samples_chose_have_no_verdict(tmp_path, entries, unlike):
+    for seed in range(3):
+        write_run(tmp_path / f"a{seed}", 0.3, 0.5, seed=seed, shift=seed)
+        rewrite(write_run(tmp_path / f"b{seed}", 0.4, 0.6, seed=seed, shift=seed, method="moon"), **entries)
+    results, notes = compare(collect([tmp_path]))
+    assert {result.metric for result in results if not result.alike} == unlike
+    names = " and ".join(name for metric, name in (("ga_best", "GA best"), ("pa_best", "PA best")) if metric in unlike)
+    assert [note.partition(" of fedavg and of moon are different quantities")[0] for note in notes] == [
+        f"digits · dirichlet0.1: {names}" for _ in notes
+    ]
+    assert len(notes) == bool(unlike)
+    (table,) = comparison_tables(results, 0.95)
+    assert "; best rounds chosen by test samples" in table.title
+
+
+def test_seeds_that_diverged_in_fine_tuning_are_named(tmp_path):
+    runs = pairs(tmp_path, (0.3, 0.5, 0.7), (0.31, 0.52, 0.73))
+    rewrite(runs[0].path, pa_best=None, pa_last=None, diverged_client=2)
+    results, notes = compare(collect([tmp_path]))
+    assert {len(result.difference.seeds) for result in results if result.metric.startswith("pa")} == {2}
+    assert notes == [
+        f"{runs[0].path} diverged in fine-tuning, so that it has no PA: its seed is left out of differences in PA."
+    ]
 
 
 def test_seeds_without_a_partner_are_left_out_with_a_note(tmp_path):
