@@ -193,7 +193,8 @@ def load_mapping(text: str, source: str) -> dict[str, Any]:
         mapping = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
+        # The end of the text, where something that was opened is missed, counts as its last line.
+        where = f" at line {1 + min(mark.line, text.rstrip().count(chr(10)))}" if mark else ""
         duplicate = f" ({error.problem})" if isinstance(error, yaml.constructor.ConstructorError) else ""
         is_deep = isinstance(error, RecursionError) or "nesting depth" in str(error)
         too_deep = " (it is nested too deeply)" if is_deep else ""
