@@ -183,7 +183,8 @@ def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapp
     """Read the images [n, H, W, channels] of `key`, or of `<key>_delta`, or only these rows.
 
     Args:
-      mapped: unpack all images into a file, once, and memory-map it; see `unpacked.unpacked`.
+      mapped: unpack all images into a file, once, and memory-map it; see `unpacked.unpacked`. Of integers wider than
+        uint8 only the file is mapped, and the images are made from it in memory.
     """
     coded = f"{key}_delta" in archive.names
     name = f"{key}_delta" if coded else key
@@ -192,6 +193,7 @@ def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapp
         raise UserError(f"{name} must be uint8 [n, 3, H, W], not {dtype} {list(shape)}.")
     decode = decode_delta if coded else np.asarray
     if mapped and rows is None and shape and math.prod(shape) and not fortran and dtype.kind in "biuf":
+        decode = _single if dtype.kind == "f" else decode
         example, digest = decode(np.zeros((1, *shape[1:]), dtype))[0], archive.checksum(name)
         x = unpacked(Path(archive.file), key, digest, example, shape[0], lambda: map(decode, archive.pieces(name)))
     elif rows is not None and dtype.kind in "iu" and dtype != np.uint8:  # all of them tell whether they are levels
@@ -199,6 +201,11 @@ def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapp
     else:
         x = decode(archive.read(name, rows))
     return x if coded else as_images(x, key)
+
+
+def _single(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # infinite numbers are refused later
+        return x.astype(np.float32, copy=False)
 
 
 def _labels(archive: Archive, part: str) -> np.ndarray:

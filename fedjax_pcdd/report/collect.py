@@ -37,7 +37,7 @@ class RunRecord:
       text: config.yaml as written.
       resolved: resolved.json: lanes, hyper-parameters as used, and preset, split, variant and command where recorded.
       rows: metrics.jsonl, accuracies as shares.
-      clients: clients.jsonl.
+      clients: the last line of clients.jsonl: many rounds of many clients would fill the memory.
       summary: summary.json, None while the run is unfinished.
       inputs: those of `INPUTS` that are recorded.
     """
@@ -235,7 +235,7 @@ def read_record(path: Path) -> RunRecord:
     objects = (inputs.get("objects") or {}) if isinstance(inputs, dict) else None
     if not (valid and isinstance(resolved.get("hyperparameters", {}), dict) and isinstance(objects, dict)):
         raise UserError(f"{path / 'resolved.json'} is damaged: resume the run, or leave it out.")
-    rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")
+    rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")[-1:]
     record = RunRecord(path, config, text, resolved, rows, clients, summary, _inputs(config, inputs))
     digest = record.partition  # read now, so that a damaged one is left out
     if has_own_partition(config["partition"], config["run_dir"]):

@@ -34,6 +34,25 @@ def test_an_archive_is_unpacked_once_and_again_if_it_or_its_copy_changes(tmp_pat
         np.testing.assert_array_equal(sources.load("mine", tmp_path, mapped=True).x_test, arrays["x_test"])
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_floats_are_mapped_as_the_model_takes_them_and_refused_if_not_finite(tmp_path, dtype):
+    arrays = random_arrays()
+    images = {name: arrays[name].astype(dtype) / 255 for name in ("x_train", "x_test")}
+    np.savez(tmp_path / "mine.npz", **(arrays | images))
+    with pytest.warns(UserWarning, match="was unpacked"):
+        data = sources.load("mine", tmp_path, mapped=True)
+    assert isinstance(data.x_train.base, np.memmap)
+    np.testing.assert_array_equal(data.x_train, images["x_train"].astype(np.float32))
+    assert data.x_train.dtype == np.float32
+    images["x_test"][1, 2, 3, 0] = np.finfo(dtype).max if dtype == np.float64 else np.nan
+    np.savez(tmp_path / "mine.npz", **(arrays | images))
+    with (
+        pytest.warns(UserWarning, match="was unpacked"),
+        pytest.raises(UserError, match="x_test holds numbers that are"),
+    ):
+        sources.load("mine", tmp_path, mapped=True)
+
+
 def test_a_damaged_archive_is_refused_with_a_sentence_when_it_is_mapped(tmp_path):
     np.savez(tmp_path / "mine.npz", **random_arrays())
     content = bytearray((tmp_path / "mine.npz").read_bytes())
