@@ -206,11 +206,10 @@ def _dataset(parts: Sequence[tuple[Any, Any, Any]], class_names: Sequence[Sequen
     if names is not None and test_names is not None:
         y[len(y_train) :] = _renumbered(y[len(y_train) :], list(map(str, names)), list(map(str, test_names)))
     groups = None if groups_train is None else _numbers([*groups_train, *(groups_test or ())])
-    rows = np.arange(len(y))
-    test = rows[len(y_train) :]
-    if not len(test):
+    train, test = slice(len(y_train)), slice(len(y_train), None)  # no copies
+    if len(y) == len(y_train):
         test = stratified(y, int(TEST_SHARE * len(y)), np.random.default_rng(0))
-    train = np.setdiff1d(rows, test)
+        train = np.setdiff1d(np.arange(len(y)), test)
     classes = None if names is None else tuple(map(str, names))
     group_arrays = (None, None) if groups is None else (groups[train], groups[test])
     count = count_classes(y) if classes is None else len(classes)
@@ -250,13 +249,19 @@ def _stack(images: Sequence[Any]) -> np.ndarray:
     if deep and deep != modes:
         raise UserError(f"images have more than 8 bits ({deep.pop()}) beside others of 8: make them alike.")
     colour = None if deep else "L" if modes <= {"1", "L"} else "RGB"
-    arrays = [np.asarray(x.convert(colour) if colour and isinstance(x, Image.Image) else x) for x in images]
-    if not arrays:
+    if not len(images):
         raise UserError("there are no images: name a data set that has some.")
-    sizes = sorted({array.shape for array in arrays})
-    if len(sizes) != 1:
-        raise UserError(f"images must have one size, not {', '.join(map(str, sizes[:3]))}: resize them.")
-    return as_images(np.stack(arrays), "the array of images")
+    stacked = np.empty((len(images), 0), bool)
+    for i, image in enumerate(images):  # one after another: a list of their arrays would be all of them once more
+        converts = colour and isinstance(image, Image.Image) and image.mode != colour
+        array = np.asarray(image.convert(colour) if converts else image)
+        if not i:
+            stacked = np.empty((len(images), *array.shape), array.dtype)
+        if array.shape != stacked.shape[1:]:
+            raise UserError(f"images must have one size, not {stacked.shape[1:]}, {array.shape}: resize them.")
+        stacked = stacked.astype(np.result_type(stacked.dtype, array.dtype), copy=False)
+        stacked[i] = array
+    return as_images(stacked, "the array of images")
 
 
 def _labels(labels: Sequence[Any]) -> np.ndarray:

@@ -231,12 +231,13 @@ def _draw_map(chart: Map, axes):
     counts, names = chart.counts, chart.class_names
     clients, classes = counts.shape
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))
-    shown = np.ma.masked_equal(counts[:: -(-clients // MOST_DRAWN_CLIENTS)].T, 0)
+    step = -(-clients // MOST_DRAWN_CLIENTS)
+    shown = np.ma.masked_equal(counts[::step].T, 0)
     extent = (-0.5, clients - 0.5, -0.5, classes - 0.5)
     image = axes.imshow(
         shown, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r", norm=norm, extent=extent
     )
-    axes.set(xlabel="client", ylabel="class")
+    axes.set(xlabel="client" if step == 1 else f"client (one of {step} is drawn)", ylabel="class")
     title = f"{chart.name}: {clients} clients, {classes} classes, {counts.sum()} samples"
     axes.set_title(title, parse_math=False)  # a name may have dollars
     for axis in (axes.xaxis, axes.yaxis):

@@ -21,6 +21,7 @@ from fedjax_pcdd.training.progress import pa_name, with_pa_named
 
 BORDERS = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}
 MACHINE = ("versions", "backend", "device", "devices", "platform", "cpus", "peak_memory_mb", "device_peak_memory_mb")
+MOST_COLUMNS = 1000  # clients or classes of a table: a cell is some 130 bytes of the page
 RUN_COLUMNS = (
     *(Column(heading, left=True) for heading in ("method", "data", "preset", "split", "state")),
     *(Column("seed", digits=0), Column("rounds"), Column("GA best", digits=1), Column("PA best", digits=1)),
@@ -96,10 +97,12 @@ def _clients(run: RunRecord) -> list[float | None]:
 
 
 def _share_table(title: str, unit: str, members: Sequence[tuple[str, list[float | None]]]) -> Table:
-    """A table with the shares [n] of each run in a row."""
-    width = max((len(shares) for _, shares in members), default=0)
+    """A table with the shares [n] of each run in a row, or with the first of very many."""
+    longest = max((len(shares) for _, shares in members), default=0)
+    width = min(longest, MOST_COLUMNS)
+    title += f"; the first {width} of {longest}" * (longest > width)
     columns = tuple(Column(f"{unit} {i}", digits=1) for i in range(width))
-    rows = [(name, [*shares, *[None] * (width - len(shares))]) for name, shares in members]
+    rows = [(name, [*shares[:width], *[None] * (width - len(shares))]) for name, shares in members]
     return Table(title, columns, tuple(Row(name, tuple(map(_percent, shares))) for name, shares in rows), stub="run")
 
 

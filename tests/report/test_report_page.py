@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import re
 from html.parser import HTMLParser
 
@@ -47,6 +48,16 @@ def test_every_format_is_written(report):
 @pytest.mark.parametrize("name", ["report.md", "report.html"])
 def test_unfinished_runs_are_listed_with_their_rounds(report, name):
     assert "half is unfinished: 2 of 3 rounds" in (report / name).read_text()
+
+
+def test_of_very_many_clients_the_page_shows_the_first(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "pa_per_client": [0.5] * 1500}) + "\n")
+    assert report_main([str(folder), f"--output={tmp_path / 'out'}"]) == 0
+    page = (tmp_path / "out/report.html").read_text()
+    assert "PA by client, best, %; the first 1000 of 1500" in page
+    assert "client 999" in page
+    assert "client 1000" not in page
 
 
 def test_a_failed_experiment_of_a_sweep_is_reported_with_its_reason(tmp_path, capsys):
