@@ -80,7 +80,7 @@ def repeated(tree: Tree, rows: jax.Array) -> Tree:
 
 def keeps(program: Program) -> bool:
     """Whether the engine keeps anything for each client besides the method's state."""
-    return bool(program.local_statistics or program.setting.own_layers or program.keeps_optimiser)
+    return bool(program.local_statistics or program.setting.own_layers or program.setting.keeps_optimiser)
 
 
 def kept_of_client(
@@ -97,7 +97,7 @@ def kept_of_client(
         kept |= {name: received[name] for name in collections if name != "params"}
     if program.setting.own_layers:
         kept[LAYERS] = program.layers_of(received["params"])
-    if program.keeps_optimiser:
+    if program.setting.keeps_optimiser:
         optimiser = make_optimiser(hyper, clip=program.clip, apart=method.traits().apart)
         kept[OPTIMISER] = optimiser.init(zeros_like(received["params"]))
     return kept

@@ -107,7 +107,7 @@ def load(program: Program, inputs: Inputs, held: Any, job, step) -> Lane:
     client, statistics = select((held.clients, held.statistics), at(inputs.jobs.slot, job))
     variables = with_own(of_model(method, "download", method.download(server, client)), statistics)
     optimiser = _optimiser(program, inputs, job).init(variables["params"])
-    if program.keeps_optimiser:
+    if program.setting.keeps_optimiser:
         optimiser = resumed(optimiser, statistics[OPTIMISER], method.traits().resumed)
     loss, before = jnp.zeros((), jnp.result_type(float)), jnp.zeros((program.tests_epochs, program.counts), jnp.int32)
     return Lane(jnp.int32(job), jnp.int32(step), variables, optimiser, client, loss, statistics, before)

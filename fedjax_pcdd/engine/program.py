@@ -45,7 +45,6 @@ class Program:
     experiments: int
     clip: bool  # whether any experiment clips gradients
     local_statistics: bool  # running statistics stay with the client
-    keeps_optimiser: bool  # the local optimiser's state stays with the client (`optimizer_state=kept`)
     masked: bool  # False where every batch is full
     blocks: Blocks
     eval_batch: int  # samples at a time in passes without training, over all models of a block together

@@ -119,7 +119,7 @@ class Simulation(Planner):
         self.program = Program(
             model=model,
             method=type(experiments[0].method),
-            setting=self._setting(model, rounds, weights, layers),
+            setting=self._setting(model, rounds, weights)._replace(own_layers=layers, keeps_optimiser=keeps_optimiser),
             pipeline=pipeline,
             lanes=self.execution.lanes,
             experiments=len(experiments),
@@ -133,7 +133,6 @@ class Simulation(Planner):
             devices=devices,
             split_data=execution.stream is not None and devices > 1,
             split_clients=self.storage.split,
-            keeps_optimiser=keeps_optimiser,
             tests_epochs=int(self.epochs.max()) if tests_epochs else 0,
             validated=experiments[0].federation.validation is not None,
             in_place=devices == 1,
@@ -156,7 +155,7 @@ class Simulation(Planner):
         suitable = 100 if jax.default_backend() == "cpu" else max(500, lanes * self.local.batch_size)
         return replace(execution, lanes=lanes, eval_batch=execution.eval_batch or suitable), blocks
 
-    def _setting(self, model: Classifier, rounds: int, weights: str, layers: tuple[tuple[str, ...], ...]) -> Setting:
+    def _setting(self, model: Classifier, rounds: int, weights: str) -> Setting:
         federation, local = self.federations[0], self.experiments[0].local
         client_classes = [(f.class_counts > 0).sum(1) for f in self.federations]
         return Setting(
@@ -173,7 +172,6 @@ class Simulation(Planner):
             own_weights=weights == "method",
             steps=int(self.round_steps.max()),
             cohort=self.cohort_size,
-            own_layers=layers,
         )
 
     def _passes(self, size: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from flax import struct
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
 from fedjax_pcdd.methods.own_layers import shared_part
-from fedjax_pcdd.methods.steps import effective_steps, momentum_advice, optimiser_advice
+from fedjax_pcdd.methods.steps import effective_steps, kept_advice, momentum_advice, optimiser_advice
 from fedjax_pcdd.trees import zeros_like
 
 
@@ -62,7 +62,7 @@ class ClientMomentum(Method):
             raise UserError(f"{name} without a share of the clients' own gradients learns nothing: set it above 0.")
         stretched = "and `step_normaliser=steps` makes its direction about {:.3g} times a gradient and diverges"
         on_momentum = momentum_advice(name, hyper.momentum, effect=stretched) if self.step_normaliser == "steps" else []
-        return method, [*advice, *optimiser_advice(name, hyper), *on_momentum]
+        return method, [*advice, *optimiser_advice(name, hyper), *on_momentum, *kept_advice(name, setting, hyper)]
 
     def init_server(self, setting, variables, class_counts, key):
         """Delta = 0."""

@@ -16,7 +16,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting, size_factor
 from fedjax_pcdd.methods.method import Context, Traits, hyperparameter
-from fedjax_pcdd.methods.steps import effective_steps, optimiser_advice, state_advice
+from fedjax_pcdd.methods.steps import effective_steps, kept_advice, optimiser_advice, state_advice
 from fedjax_pcdd.trees import squared_distance
 
 
@@ -45,7 +45,7 @@ class FedDC(Drifting):
     def configure(self, setting, hyper):
         """Advice: with momentum, an update divided by K_s steps is too large a state."""
         counts_momentum = self.step_normaliser != "steps"
-        advice = [*self.unread(), *optimiser_advice("FedDC", hyper)]
+        advice = [*self.unread(), *optimiser_advice("FedDC", hyper), *kept_advice("FedDC", setting, hyper)]
         return self, [*advice, *state_advice("FedDC", setting, hyper, counts_momentum=counts_momentum)]
 
     def _ratio(self, context: Context):

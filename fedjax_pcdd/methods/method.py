@@ -138,6 +138,7 @@ class Setting(NamedTuple):
       steps: largest number of local steps of any client in a round; 0 if not known.
       cohort: S, clients per round, among those with samples; 0 if not known.
       own_layers: paths of the parameters that stay with their client.
+      keeps_optimiser: whether the local optimiser's state stays with the client (`optimizer_state=kept`).
     """
 
     num_classes: int
@@ -154,6 +155,7 @@ class Setting(NamedTuple):
     steps: int = 0
     cohort: int = 0
     own_layers: tuple[tuple[str, ...], ...] = ()
+    keeps_optimiser: bool = False
 
 
 class Facts(NamedTuple):

@@ -19,7 +19,7 @@ from flax import struct
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Message, Method, Summary, Traits, Tree, hyperparameter
 from fedjax_pcdd.methods.own_layers import shared_part
-from fedjax_pcdd.methods.steps import effective_steps, momentum_advice, optimiser_advice, state_advice
+from fedjax_pcdd.methods.steps import effective_steps, kept_advice, momentum_advice, optimiser_advice, state_advice
 from fedjax_pcdd.trees import zeros_like
 
 
@@ -67,7 +67,8 @@ class Scaffold(Method):
             weak = "has gradients that weigh about {:.3g} times what its correction takes off them"
             return momentum_advice("SCAFFOLD", hyper.momentum, "`control=II`", weak) if self.control == "I" else []
         exact = self.control == "I" or self._counts_momentum
-        return state_advice("SCAFFOLD", setting, hyper, counts_momentum=exact)
+        kept = kept_advice("SCAFFOLD", setting, hyper) if self.control == "II" else []
+        return [*kept, *state_advice("SCAFFOLD", setting, hyper, counts_momentum=exact)]
 
     @property
     def _counts_momentum(self) -> bool:

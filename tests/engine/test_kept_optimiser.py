@@ -23,14 +23,17 @@ from fedjax_pcdd.testing import leaves
 ORDERED = {"shuffle": False}  # every epoch has the same batches, so two rounds of one epoch equal one of two
 
 
-def solo(epochs, *, optimizer="sgd", lanes=1, **options):
-    federation, method = toy.federation(), METHODS["solo"]()
-    local = Local(epochs, 8, "keep", optimizer, 0.01, 0.9, 1e-4, None, **ORDERED)
+def simulation(method, local, *, lanes=1, **options):
     model = method.build(models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1)))
     return Simulation(
-        model, [Experiment(federation, method, local, 0)], pipeline=toy.PLAIN, cohort=5, rounds=3,
+        model, [Experiment(toy.federation(), method, local, 0)], pipeline=toy.PLAIN, cohort=5, rounds=3,
         **toy.options(lanes=lanes, **options),
     )  # fmt: skip
+
+
+def solo(epochs, *, optimizer="sgd", **options):
+    local = Local(epochs, 8, "keep", optimizer, 0.01, 0.9, 1e-4, None, **ORDERED)
+    return simulation(METHODS["solo"](), local, **options)
 
 
 @pytest.mark.thorough
@@ -50,6 +53,25 @@ def test_optimiser_state_is_stored_where_client_state_is():
     on_device, _ = toy.train(solo(1, keeps_optimiser=True), (0, 1))
     assert isinstance(jax.tree.leaves(on_host.statistics)[0], np.ndarray)
     assert largest_difference(on_host, on_device) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["fedcm", "mofedsam", "feddc", "scaffold"])
+@pytest.mark.parametrize(("momentum", "keeps", "advised"), [(0.9, True, 1), (0.0, True, 0), (0.9, False, 0)])
+def test_methods_that_divide_by_effective_steps_advise_against_kept_momentum(name, momentum, keeps, advised):
+    method, local = METHODS[name](), Local(1, 8, "keep", momentum=momentum, clip=10.0)
+    (advice,) = simulation(method, local, keeps_optimiser=keeps).advice
+    assert sum("`optimizer_state=kept` takes momentum of earlier" in sentence for sentence in advice) == advised
+
+
+@pytest.mark.thorough
+def test_kept_momentum_lets_the_direction_of_fedcm_grow():
+    norms = {}
+    for keeps in (False, True):
+        local = Local(3, 8, "top_up", lr=0.005, momentum=0.9)
+        state, _ = toy.train(simulation(METHODS["fedcm"](), local, keeps_optimiser=keeps), tuple(range(20)))
+        norms[keeps] = np.sqrt(sum(np.square(x).sum() for x in leaves(state.servers.direction)))
+    assert norms[False] < 1
+    assert norms[True] > 100
 
 
 def test_parts_that_a_method_does_not_resume_are_reset():
