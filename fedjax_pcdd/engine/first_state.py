@@ -37,6 +37,7 @@ class First(NamedTuple):
     method: Method  # as configured
     server: Tree
     key: jax.Array
+    counts: jax.Array  # [K, C] training samples, once: selected for each client by its row they would be [K, K, C]
 
 
 def first_of(program: Program, method: Method, data: Data, variables: Tree, *, experiment: int, seed: int) -> First:
@@ -52,7 +53,7 @@ def first_of(program: Program, method: Method, data: Data, variables: Tree, *, e
     setting, first = program.setting, experiment * program.setting.num_clients
     counts = data.class_counts[first : first + setting.num_clients]
     server = method.init_server(setting, variables, counts, stream_of(seed, "server"))
-    return First(method, _checked(method, server), stream_of(seed, "client"))
+    return First(method, _checked(method, server), stream_of(seed, "client"), counts)
 
 
 def first_client(program: Program, first: First, variables: Tree, data: Data, row) -> Tree:
@@ -61,7 +62,7 @@ def first_client(program: Program, first: First, variables: Tree, data: Data, ro
     Raises:
       UserError: the method returns something that is no valid state.
     """
-    method, facts = first.method, program.facts_of(data, row)
+    method, facts = first.method, program.facts_of(data, row)._replace(federation_counts=first.counts)
     server = Server(variables) if method.traits().own_models else first.server
     client = method.init_client(program.setting, server, facts, jax.random.fold_in(first.key, facts.client))
     return numbers(method, "init_client", client)

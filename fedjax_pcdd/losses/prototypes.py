@@ -78,15 +78,38 @@ def inter_class(
     valid = valid.astype(bool)
     anchors = membership(labels, valid.shape[0], mask, dtype).of_samples * valid
     counts = jnp.sum(anchors, axis=0)
-    different = ~jnp.eye(valid.shape[0], dtype=bool)
-    pairs = ((counts > 0)[:, None] & (candidates.astype(bool) & valid) & different).astype(dtype)
+    present, rivals = counts > 0, candidates.astype(bool) & valid
+    pairs = jnp.sum(present) * jnp.sum(rivals) - jnp.sum(present & rivals)
     features = jnp.where(jnp.any(anchors > 0, axis=1)[:, None], features.astype(dtype), 0)
     targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, 0)).astype(dtype)
-    distances = safe_norm(features[:, None, :] - targets)
+    distances = _distances(features, targets)
     own_distances = jnp.sum(anchors * distances, axis=1, keepdims=True)
     sample_weights = anchors / jnp.maximum(counts, 1)
-    weights = jnp.matmul(sample_weights, pairs, precision="highest")
-    return jnp.sum(weights * jax.nn.relu(own_distances - distances)) / jnp.maximum(jnp.sum(pairs), 1)
+    weights = (jnp.sum(sample_weights, axis=1, keepdims=True) - sample_weights) * rivals  # of all other classes
+    return jnp.sum(weights * jax.nn.relu(own_distances - distances)) / jnp.maximum(pairs, 1)
+
+
+@jax.custom_vjp
+def _distances(vectors: Array, targets: Array) -> Array:
+    """Distances [B, C] of rows of [B, D] to constant rows of [C, D]."""
+    return safe_norm(vectors[:, None] - targets)
+
+
+def _distances_forward(vectors: Array, targets: Array):
+    distances = _distances(vectors, targets)
+    return distances, (vectors, targets, distances)
+
+
+def _distances_backward(kept, cotangent):
+    """sum_c (z_b - g_c) cotangent_bc / distance_bc, as one product instead of an array [B, C, D]; 0 at distance 0."""
+    vectors, targets, distances = kept
+    apart = distances > 0
+    pulls = jnp.where(apart, cotangent / jnp.where(apart, distances, 1), 0)
+    towards = jnp.matmul(pulls, targets, precision="highest")
+    return jnp.sum(pulls, axis=1, keepdims=True) * vectors - towards, jnp.zeros_like(targets)
+
+
+_distances.defvjp(_distances_forward, _distances_backward)
 
 
 def squared_distance_to_own(

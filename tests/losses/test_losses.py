@@ -357,6 +357,13 @@ def test_prototypes_of_absent_classes_matter_only_where_they_are_candidates(cand
     assert moved == candidates[2]
 
 
+def test_the_gradient_of_the_margin_has_no_array_of_samples_by_classes_by_features():
+    samples, classes, features = 16, 50, 64
+    given = jnp.zeros(samples, int), jnp.zeros((classes, features)), jnp.ones(classes, bool), jnp.ones(classes, bool)
+    gradient = jax.jit(jax.grad(inter_class)).lower(normal((samples, features)), *given).compile()
+    assert gradient.memory_analysis().temp_size_in_bytes < 4 * samples * classes * features / 2
+
+
 def test_prototypes_are_constants_of_the_margin():
     inter = partial(inter_class, normal((B, D)), LABELS, valid=jnp.ones(C, bool), candidates=PRESENT)
     assert np.all(jax.grad(inter)(PROTOTYPES) == 0)
