@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask
+from fedjax_pcdd.losses import Mask, precise
 from fedjax_pcdd.losses.membership import membership
 
 
@@ -38,7 +38,7 @@ def class_moments(
     Args:
       shift: a [D], subtracted from every feature.
     """
-    features = features - shift
+    features = precise(features) - shift
     members = membership(labels, num_classes, mask, features.dtype).of_samples
     sums = jnp.einsum("bc,bd->cd", members, features, precision="highest")
     if diagonal:

@@ -53,6 +53,7 @@ def diversity(noise: Array, latents: Array) -> Array:
       Scalar in (0, 1], 1 for identical latents.
     """
     noise_distances = jnp.mean(jnp.square(noise[:, None] - noise), axis=-1)
+    latents = precise(latents)
     latent_distances = jnp.mean(jnp.abs(latents[:, None] - latents), axis=-1)
     return jnp.exp(-jnp.mean(noise_distances * latent_distances))
 

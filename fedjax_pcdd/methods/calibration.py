@@ -18,7 +18,10 @@ from fedjax_pcdd.trees import zeros_like
 class Calibration(GaussianHead):
     """Round 0 computes the shift, any later one calibrates; the given model does not change, bit for bit."""
 
-    remedies: ClassVar = ("use `method=ccvr` with `covariance=diagonal`", "use `method=ccvr` with `softmax=present`")
+    remedies: ClassVar = tuple(
+        f"use `method=ccvr` with {option}"
+        for option in ("`covariance=diagonal`", "`softmax=present`", "a smaller `drawn`")
+    )
 
     def traits(self):
         """Every round makes a pass over the local data for the sums."""

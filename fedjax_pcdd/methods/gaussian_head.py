@@ -20,7 +20,8 @@ from fedjax_pcdd.methods.method import Message, Method, Setting, hyperparameter
 from fedjax_pcdd.methods.parts import joined
 from fedjax_pcdd.models.classifier import forward
 
-LARGEST = 2**28  # scalars in a client's sums that a server accepts, 1 GiB
+LARGEST = 2**28  # scalars in a client's sums that a server accepts, and in the features that it draws: 1 GiB
+MANY = 2**26  # products of a sample with the classes' covariances from which the pass takes longer than the training
 NOTHING, SHIFT, MOMENTS = range(3)  # what the pass of a round is for
 
 
@@ -49,18 +50,24 @@ class GaussianHead(Method):
         "all", help="classes in the calibration's softmax: all, or those that clients have", static=True
     )
 
-    remedies: ClassVar[tuple[str, str]] = ("choose `covariance=diagonal`", "set `softmax=present`")
+    remedies: ClassVar[tuple[str, ...]] = (
+        "choose `covariance=diagonal`", "set `softmax=present`", "choose a smaller `drawn`"
+    )  # fmt: skip
 
     def stage(self, context) -> Any:
         """What this round's pass is for: NOTHING, SHIFT or MOMENTS, scalar."""
         raise NotImplementedError
 
     def configure(self, setting, hyper):
-        """UserError for covariances that are too large; advice on singular ones."""
+        """UserError for covariances or drawn features that are too large; advice on slow or singular ones."""
         scalars = setting.num_classes * setting.feature_dim**2
         if self.covariance == "full" and scalars > LARGEST:
             raise UserError(f"CCVR would send {scalars:.2g} numbers a client: {self.remedies[0]}.")
-        return self, self._gaussian_advice(setting)
+        features = setting.num_classes * self.drawn * setting.feature_dim
+        if features > LARGEST:
+            raise UserError(f"CCVR would draw {features:.2g} numbers at once: {self.remedies[2]}.")
+        slow = f"CCVR takes {scalars:.2g} products a sample for its covariances: if it is slow, {self.remedies[0]}."
+        return self, [slow] * (self.covariance == "full" and scalars > MANY) + self._gaussian_advice(setting)
 
     def _gaussian_advice(self, setting: Setting) -> list[str]:
         """A sentence on classes that have no Gaussian, or a covariance of less than full rank."""

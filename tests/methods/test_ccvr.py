@@ -310,10 +310,23 @@ def setting(**changes):
     return toy.simulation("ccvr", cohort=5).program.setting._replace(**{"rarest_class": 2**20} | changes)
 
 
-def test_covariances_that_do_not_fit_are_refused():
+def test_covariances_and_drawn_features_that_do_not_fit_are_refused():
+    large = setting(num_classes=1000, feature_dim=2048)
     with pytest.raises(UserError, match="covariance=diagonal"):
-        CCVR().configure(setting(num_classes=1000, feature_dim=2048), None)
-    assert not CCVR(covariance="diagonal").configure(setting(num_classes=1000, feature_dim=2048), None)[1]
+        CCVR().configure(large, None)
+    with pytest.raises(UserError, match="would draw 1e\\+09 numbers at once: choose a smaller drawn"):
+        CCVR(covariance="diagonal").configure(large, None)
+    assert not CCVR(covariance="diagonal", drawn=100).configure(large, None)[1]
+
+
+def test_covariances_that_take_long_are_advised_against():
+    advice = CCVR().configure(setting(num_classes=1000, feature_dim=300), None)[1]
+    assert [sentence.partition(": ")[2] for sentence in advice] == ["if it is slow, choose `covariance=diagonal`."]
+
+
+def test_moments_of_half_precision_features_are_counted_in_single_precision():
+    features = jnp.ones((301, 2), jnp.bfloat16)
+    assert class_moments(features, jnp.zeros(301, int), 2, diagonal=True).counts[0] == 301
 
 
 def test_a_single_round_is_advised_against():
