@@ -174,7 +174,10 @@ def _expected(option: Option) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # the one in C is seven times faster
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is seven times faster
+
+
+class _Loader(_SafeLoader):
     """Refuses a key that is given twice, which YAML leaves open."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
