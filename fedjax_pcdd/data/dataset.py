@@ -138,7 +138,9 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
         layouts = "[n, D], [n, H, W] or [n, H, W, channels]"
         raise UserError(f"{name} must be numbers {layouts}, not {x.dtype} {list(x.shape)}.")
     x = x.astype(np.uint8 if _has_levels(x, name) else np.float32, copy=False)
-    if x.dtype != np.uint8 and not np.isfinite(x.sum(dtype=np.float64)):  # a sum needs no array beside the images
+    with np.errstate(invalid="ignore"):  # infinite numbers of both signs
+        is_finite = x.dtype == np.uint8 or np.isfinite(x.sum(dtype=np.float64))  # without an array beside the images
+    if not is_finite:
         raise UserError(f"{name} holds numbers that are not finite: replace or remove these samples.")
     if x.ndim == 4 and x.shape[1] in (1, 3, 4) and x.shape[3] not in (1, 2, 3, 4):
         warnings.warn(f"{name} {list(x.shape)} has its channels first: they are put last.", stacklevel=3)

@@ -21,7 +21,7 @@ from fedjax_pcdd.methods.parts import joined
 from fedjax_pcdd.models.classifier import forward
 
 LARGEST = 2**28  # scalars in a client's sums that a server accepts, and in the features that it draws: 1 GiB
-MANY = 2**26  # products of a sample with the classes' covariances from which the pass takes longer than the training
+MANY = 2**26  # products a sample, with the covariances of all classes, from which there is advice: a guess
 NOTHING, SHIFT, MOMENTS = range(3)  # what the pass of a round is for
 
 
