@@ -219,3 +219,8 @@ def test_yaml_with_a_key_given_twice_or_nested_too_deeply_is_refused(text):
         UserError, match=r"X is not valid YAML.*(the key 'lr' is given twice|nested too deeply).*: correct it"
     ):
         load_mapping(text, "X")
+
+
+def test_names_of_files_that_are_not_utf8_are_read_as_they_were_written():
+    options = {"data_dir": os.fsdecode(b"caf\xe9"), "method": "fedavg"}
+    assert load_mapping(yaml.safe_dump(options), "X") == options
