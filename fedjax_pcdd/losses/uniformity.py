@@ -56,7 +56,9 @@ def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> 
     rounding = 16 * jnp.finfo(features.dtype).eps ** 2 * jnp.maximum(lengths[:, None], lengths).ravel()
     scale = _median(distances, pairs & (distances > rounding))
     scale = jax.lax.stop_gradient(scale) if width == "constant" else scale
-    closeness = jnp.where(pairs, jnp.exp(-distances / scale), 0)
+    # The gradient of a quotient has the square of its denominator: 0 in float32 if all features are within 1e-10.
+    unit = jax.lax.stop_gradient(scale)
+    closeness = jnp.where(pairs, jnp.exp(-(distances / unit) / (scale / unit)), 0)
     return jnp.sum(closeness) / jnp.maximum(jnp.sum(pairs), 1)
 
 

@@ -54,6 +54,13 @@ def test_only_a_constant_width_pushes_features_apart_as_a_whole(width, radial):
 
 
 @pytest.mark.parametrize("width", ["median", "constant"])
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_the_gradient_of_uniformity_is_finite_at_any_scale(width, size):
+    gradient = jax.grad(lambda z: uniformity(z, width=width))
+    np.testing.assert_allclose(gradient(size * FEATURES) * size, gradient(FEATURES), 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("width", ["median", "constant"])
 def test_two_samples_are_one_pair_at_the_median_distance(width):
     np.testing.assert_allclose(uniformity(FEATURES[:2], width=width), np.exp(-1), rtol=1e-6)
 
