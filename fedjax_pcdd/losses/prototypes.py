@@ -81,7 +81,8 @@ def inter_class(
     present, rivals = counts > 0, candidates.astype(bool) & valid
     pairs = jnp.sum(present) * jnp.sum(rivals) - jnp.sum(present & rivals)
     features = jnp.where(jnp.any(anchors > 0, axis=1)[:, None], features.astype(dtype), 0)
-    targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, 0)).astype(dtype)
+    centre = jnp.sum(jnp.where(valid[:, None], prototypes, 0), axis=0) / jnp.maximum(jnp.sum(valid), 1)
+    targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, centre)).astype(dtype)
     distances = _distances(features, targets)
     own_distances = jnp.sum(anchors * distances, axis=1, keepdims=True)
     sample_weights = anchors / jnp.maximum(counts, 1)
@@ -89,27 +90,24 @@ def inter_class(
     return jnp.sum(weights * jax.nn.relu(own_distances - distances)) / jnp.maximum(pairs, 1)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _distances(vectors: Array, targets: Array) -> Array:
-    """Distances [B, C] of rows of [B, D] to constant rows of [C, D]."""
+    """Distances [B, C] of rows of [B, D] to constant rows of [C, D]; its derivatives keep no array [B, C, D]."""
     return safe_norm(vectors[:, None] - targets)
 
 
-def _distances_forward(vectors: Array, targets: Array):
-    distances = _distances(vectors, targets)
-    return distances, (vectors, targets, distances)
+@_distances.defjvp
+def _distances_jvp(primals, tangents):
+    """(z_b - g_c) . dz_b / distance_bc by one product, 0 at distance 0.
 
-
-def _distances_backward(kept, cotangent):
-    """sum_c (z_b - g_c) cotangent_bc / distance_bc, as one product instead of an array [B, C, D]; 0 at distance 0."""
-    vectors, targets, distances = kept
+    Taken about the targets' mean, as z_b . dz_b - g_c . dz_b would cancel where all of them have much in common.
+    """
+    vectors, targets = primals
+    distances, centre = _distances(vectors, targets), jnp.mean(targets, axis=0)
+    along = jnp.matmul(tangents[0], (targets - centre).T, precision="highest")
+    along = jnp.sum((vectors - centre) * tangents[0], axis=1, keepdims=True) - along
     apart = distances > 0
-    pulls = jnp.where(apart, cotangent / jnp.where(apart, distances, 1), 0)
-    towards = jnp.matmul(pulls, targets, precision="highest")
-    return jnp.sum(pulls, axis=1, keepdims=True) * vectors - towards, jnp.zeros_like(targets)
-
-
-_distances.defvjp(_distances_forward, _distances_backward)
+    return distances, jnp.where(apart, along / jnp.where(apart, distances, 1), 0)
 
 
 def squared_distance_to_own(

@@ -364,6 +364,20 @@ def test_the_gradient_of_the_margin_has_no_array_of_samples_by_classes_by_featur
     assert gradient.memory_analysis().temp_size_in_bytes < 4 * samples * classes * features / 2
 
 
+def test_the_gradient_of_the_margin_is_precise_where_features_have_much_in_common(x64):
+    """One prototype of another scale does not exist."""
+    common = 6 + 1e-5 * normal((B + C, D), seed=4).astype(jnp.float32)
+    features, prototypes, valid = common[:B], common[B:].at[2].set(0), jnp.arange(C) != 2
+
+    def inter(features):
+        return inter_class(features, LABELS, prototypes.astype(features.dtype), valid, jnp.ones(C, bool))
+
+    gradient, expected = jax.grad(inter)(features), jax.grad(inter)(features.astype(jnp.float64))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-5 * float(jnp.abs(expected).max()))
+    step = normal((B, D), seed=5).astype(jnp.float32)
+    np.testing.assert_allclose(jax.jvp(inter, (features,), (step,))[1], jnp.vdot(gradient, step), rtol=1e-4)
+
+
 def test_prototypes_are_constants_of_the_margin():
     inter = partial(inter_class, normal((B, D)), LABELS, valid=jnp.ones(C, bool), candidates=PRESENT)
     assert np.all(jax.grad(inter)(PROTOTYPES) == 0)

@@ -61,6 +61,15 @@ def test_the_gradient_of_uniformity_is_finite_at_any_scale(width, size):
 
 
 @pytest.mark.parametrize("width", ["median", "constant"])
+def test_the_gradient_of_uniformity_is_precise_where_features_have_much_in_common(x64, width):
+    features = jnp.asarray(6 + 1e-3 * FEATURES, jnp.float32)
+    rows, mask = jnp.concatenate([features, jnp.zeros_like(features)]), jnp.arange(2 * len(features)) < len(features)
+    gradient = jax.grad(lambda z: uniformity(z, width=width, mask=mask))
+    expected = gradient(rows.astype(jnp.float64))
+    np.testing.assert_allclose(gradient(rows), expected, rtol=1e-3, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+@pytest.mark.parametrize("width", ["median", "constant"])
 def test_two_samples_are_one_pair_at_the_median_distance(width):
     np.testing.assert_allclose(uniformity(FEATURES[:2], width=width), np.exp(-1), rtol=1e-6)
 
