@@ -433,7 +433,7 @@ class Method:
         return Server(variables)
 
     def init_client(self, setting: Setting, server: Tree, facts: Facts, key: jax.Array) -> Tree:
-        """State that this client keeps between rounds; () for none."""
+        """State that this client keeps between rounds; () for none. Traced once, for all clients."""
         return ()
 
     def weight(self, facts: Facts) -> jax.Array:

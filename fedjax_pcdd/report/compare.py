@@ -109,15 +109,18 @@ def _differences(
 
 
 def _unlike_pa(first: Entry, other: Entry) -> dict[str, str]:
-    """A sentence for each metric of PA, if PA follows more local training in one experiment than in the other."""
-    kinds = [{(pa_name(run.result), _epochs_before_pa(run)) for run in entry.runs} for entry in (first, other)]
-    names, epochs = ({kind[i] for kind in set.union(*kinds)} for i in (0, 1))
-    if len(names) == 1 or (len(epochs) == 1 and None not in epochs):
+    """A sentence for each metric of PA, if PA has another protocol or other local training in the two experiments."""
+    kinds = [{_pa_kind(run) for run in entry.runs} for entry in (first, other)]
+    names, epochs, protocols = (set(values) for values in zip(*set.union(*kinds), strict=True))
+    if len(protocols) == 1 and (len(names) == 1 or (len(epochs) == 1 and None not in epochs)):
         return {}
+    advice = "Give both the same `pa_protocol`." if len(protocols) > 1 else (
+        "With fine_tune_epochs equal to local_epochs both follow equally many local epochs; with fine_tune_epochs=0 "
+        "both are of the models in training."
+    )  # fmt: skip
     sentence = (
         f"PA of {first.label} and of {other.label} are different quantities, {_in_words(kinds[0])} and "
-        f"{_in_words(kinds[1])}, so there is no verdict on it. With fine_tune_epochs equal to local_epochs both follow "
-        "equally many local epochs; with fine_tune_epochs=0 both are of the models in training."
+        f"{_in_words(kinds[1])}, so there is no verdict on it. {advice}"
     )
     return {metric: sentence for metric in ACCURACIES if metric.startswith("pa")}
 
@@ -142,15 +145,17 @@ def _chosen_by(*members: Entry) -> str:
     return chosen_by(run.result for entry in members for run in entry.runs)
 
 
-def _epochs_before_pa(run: RunRecord) -> int | None:
-    """Local epochs between the server's model and the test that gives PA; None if that is not a fixed number."""
-    epochs = run.config.get("fine_tune_epochs")
-    known = {"during training": run.config.get("local_epochs"), f"global model fine-tuned for {epochs} epochs": epochs}
-    return known.get(str(run.result.get("pa_protocol")))  # not where another protocol stands behind these words
+def _pa_kind(run: RunRecord) -> tuple[str, int | None, str]:
+    """PA's name, the local epochs between the server's model and the test (None if not fixed), and the protocol."""
+    when, _, protocol = str(run.result.get("pa_protocol")).partition(", ")
+    tuned = run.config.get("fine_tune_epochs")
+    known = {"during training": run.config.get("local_epochs"), f"global model fine-tuned for {tuned} epochs": tuned}
+    return pa_name(run.result), known.get(when), protocol
 
 
-def _in_words(kinds: set[tuple[str, int | None]]) -> str:
-    texts = (name.removeprefix("PA ") + (f" ({epochs} epochs)" if epochs else "") for name, epochs in kinds)
+def _in_words(kinds: set[tuple[str, int | None, str]]) -> str:
+    details = {kind: ", ".join([f"{kind[1]} epochs"] * bool(kind[1]) + [kind[2]] * bool(kind[2])) for kind in kinds}
+    texts = (kind[0].removeprefix("PA ") + (f" ({more})" if more else "") for kind, more in details.items())
     return " or ".join(sorted(texts))
 
 

@@ -9,6 +9,7 @@ from fedjax_pcdd.cli.report import compare_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect
 from fedjax_pcdd.report.compare import compare, comparison_tables
+from fedjax_pcdd.training.protocols import IN_WORDS
 
 
 def pairs(folder, first, second, **options):
@@ -55,11 +56,19 @@ def test_comparisons_of_two_methods_with_the_first_are_adjusted_as_one_family(tm
 
 
 @pytest.mark.parametrize(
-    ("fine_tune_epochs", "suffix", "verdicts"),
-    [(4, "", {"different quantities"}), (2, "", {"above"}), (2, ", as received", {"different quantities"})],
+    ("fine_tune_epochs", "suffix", "tuned_suffix", "verdicts"),
+    [
+        (4, "", "", {"different quantities"}),
+        (2, "", "", {"above"}),
+        (2, ", as received", "", {"different quantities"}),
+        (2, ", best epoch", ", best epoch", {"above"}),
+        (4, ", best epoch", ", best epoch", {"different quantities"}),
+    ],
 )
-def test_pa_after_more_local_training_has_no_verdict(tmp_path, capsys, fine_tune_epochs, suffix, verdicts):
-    tuned = f"global model fine-tuned for {fine_tune_epochs} epochs"
+def test_pa_after_more_training_or_by_another_protocol_has_no_verdict(
+    tmp_path, capsys, fine_tune_epochs, suffix, tuned_suffix, verdicts
+):
+    tuned = f"global model fine-tuned for {fine_tune_epochs} epochs{tuned_suffix}"
     for seed in range(3):
         for name, method, protocol in (("a", "fedgela", "during training" + suffix), ("b", "fedavg", tuned)):
             options = {"method": method, "local_epochs": 2, "fine_tune_epochs": fine_tune_epochs}
@@ -71,6 +80,18 @@ def test_pa_after_more_local_training_has_no_verdict(tmp_path, capsys, fine_tune
     lines = [line.split("|") for line in printed.splitlines() if "PA (" in line.partition("fedavg less fedgela |")[2]]
     assert {line[-2].strip() for line in lines} == verdicts
     assert ("PA of fedgela and of fedavg are different quantities" in printed) == ("above" not in verdicts)
+    assert ("fine_tune_epochs equal to local_epochs" in printed) == (fine_tune_epochs == 4)
+    assert ("the same `pa_protocol`" in printed) == (suffix != tuned_suffix)
+
+
+def test_pa_of_one_method_by_two_protocols_has_no_verdict(tmp_path):
+    for seed in range(3):
+        for name, protocol in (("a", "last"), ("b", "best_epoch")):
+            folder = write_run(tmp_path / f"{name}{seed}", 0.3, 0.5, seed=seed, shift=seed, pa_protocol=protocol)
+            rewrite(folder, pa_protocol="during training" + IN_WORDS[protocol])
+    results, notes = compare(collect([tmp_path]))
+    assert {result.metric for result in results if not result.alike} == {"pa_best", "pa_last"}
+    assert " of fedavg (pa_protocol=best_epoch) are different quantities, in training" in notes[0]
 
 
 @pytest.mark.parametrize(
