@@ -51,10 +51,9 @@ def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> 
     size = features.shape[0]
     kept = jnp.ones(size, bool) if mask is None else mask.astype(bool)
     pairs = (kept[:, None] & kept & (jnp.arange(size)[:, None] < jnp.arange(size))).ravel()
-    # About their mean, as the gradient cancels where features have much in common.
-    centre = jnp.sum(jnp.where(kept[:, None], features, 0), axis=0) / jnp.maximum(jnp.sum(kept), 1)
-    centred = features - jax.lax.stop_gradient(centre)
-    distances = _squared_distances(jnp.where(kept[:, None], centred, 0)).ravel()
+    # From one of them, as the gradient would cancel where features have much in common.
+    moved = features - jax.lax.stop_gradient(jnp.where(kept[0], features[0], 0))
+    distances = _squared_distances(jnp.where(kept[:, None], moved, 0)).ravel()
     lengths = jnp.sum(jnp.square(jax.lax.stop_gradient(features)), axis=1)
     rounding = 16 * jnp.finfo(features.dtype).eps ** 2 * jnp.maximum(lengths[:, None], lengths).ravel()
     scale = _median(distances, pairs & (distances > rounding))
