@@ -119,7 +119,7 @@ def _extent(results: Sequence[Result]) -> str:
         by_version = ", ".join(f"{count} of version {name}" for name, count in sorted(versions.items(), reverse=True))
         runs = f"{len(finished)} run{'s' * (len(finished) != 1)}{f' ({by_version})' * bool(by_version)}"
         sentences.append(f"Scale `{scale}`: {runs}, {hours:.1f} hours on {devices}{cells}.")
-    return " ".join(sentences)
+    return " ".join([*sentences, "Hours are by the clock, beside other work and with pauses."])
 
 
 def _networks(results: Sequence[Result]) -> list[str]:
