@@ -12,6 +12,7 @@ from reproduction.columns import Column, Expectations, columns, with_means
 from reproduction.coverage import coverage_page, read_coverage
 from reproduction.figures import figures_section
 from reproduction.hinges import Departure, departures, hinges_section
+from reproduction.lengths import lengths_section
 from reproduction.only_gpu import Need, gpu_section, needs, predicted_hours
 from reproduction.plan import read_plan
 from reproduction.results import as_run, read_results
@@ -67,7 +68,9 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
     rows, tables, expected = all_known.results, all_known.tables, all_known.expected
     facts = Facts(rows, all_known.findings, all_known.departures, all_known.needs)
     figure_lines, pictures = figures_section(all_known.findings)
-    sections = [*figure_lines, *hinges_section(all_known.claims, all_known.departures), *gpu_section(all_known.needs)]
+    length_lines, curves = lengths_section(all_known.every)
+    hinges = hinges_section(all_known.claims, all_known.departures)
+    sections = [*figure_lines, *hinges, *length_lines, *gpu_section(all_known.needs)]
     all_counts = counts(tables, expected)
     page = results_page(rows, tables, expected, all_known.findings, all_counts, summary_section(facts), sections)
     items = read_coverage(experiments / "reproduction" / "coverage.yaml", rows)
@@ -76,6 +79,7 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
         "ambiguities.md": ambiguities_page(all_known.ambiguities, all_known.every, expected, rows),
         "coverage.md": coverage_page(items),
         **pictures,
+        **curves,
     }
 
 
