@@ -4,9 +4,10 @@
         ...
 
 The file names the host, the process and a counter that its owner raises every few seconds. An owner on this machine is
-dead when its process is gone. For one on another machine, whose clock may differ, only the counter tells: the owner is
-dead when the counter has stood still for `PATIENCE` seconds of the local clock. An owner that was paused for longer
-learns from `check` that another one has taken over. Threads of one process exclude each other like processes.
+dead when its process is gone, not when it is paused. For one on another machine, whose clock may differ, only the
+counter tells: the owner is dead when the counter has stood still for `PATIENCE` seconds of the local clock, in which
+this process was watching, not paused itself. An owner that was paused for longer learns from `check` that another one
+has taken over. Threads of one process exclude each other like processes.
 """
 
 import fcntl
@@ -25,7 +26,7 @@ from fedjax_pcdd.errors import UserError, writing
 
 BEAT = 5.0  # seconds between two heartbeats
 PATIENCE = 30.0  # seconds without a heartbeat, after which an owner on another machine is dead
-_SEEN: dict[str, tuple[bytes, float]] = {}  # locks of others: what their files hold, and since when
+_SEEN: dict[str, tuple[bytes, float, float]] = {}  # locks of others: what they hold, seconds watched, last look
 LENGTH = 512  # bytes of the file, always the same: a heartbeat changes some of them and needs no space
 
 
@@ -65,7 +66,7 @@ class Lock:
             if (content := _read(path)) is None:
                 continue  # it was released meanwhile
             dead = _is_dead(content)
-            if dead or _stands_still(key, content):
+            if dead or (dead is None and _stands_still(key, content)):
                 _remove(path, content, lock._own["token"])
             elif dead is False or time.monotonic() >= deadline:
                 raise InUse(f"{path.parent} is in use by {_owner(content)}: wait for it to end, or end it.")
@@ -136,13 +137,15 @@ def owner(path: Path) -> str | None:
 
 
 def _stands_still(path: str, content: bytes) -> bool:
-    """Whether a lock has had the same content for too long; also an empty one, which was created but not written."""
+    """Whether a lock has had the same content for too long; also an empty one, which was created but not written.
+
+    Between two looks at most two heartbeats count, as this process may have been paused together with the owner.
+    """
     now = time.monotonic()
-    last_content, since = _SEEN.get(path, (None, now))
-    if last_content != content:
-        _SEEN[path] = content, now
-        return False
-    return now - since > PATIENCE
+    last_content, watched, last_look = _SEEN.get(path, (content, 0.0, now))
+    watched = watched + min(now - last_look, 2 * BEAT) if last_content == content else 0.0
+    _SEEN[path] = content, watched, now
+    return watched > PATIENCE
 
 
 def _read(path: Path) -> bytes | None:

@@ -154,11 +154,35 @@ def test_an_owner_on_another_machine_whose_beat_stops_is_dead_by_any_clock(path,
         pass
 
 
+def looks_until_taken(path, pause, most=100):
+    """Tries, this many seconds apart and none waiting, until the lock is taken."""
+    for look in range(most):
+        try:
+            Lock.take(path, wait=0).release()
+        except InUse:
+            time.sleep(pause)
+        else:
+            return look
+    return most
+
+
 def test_without_waiting_a_lock_that_stood_still_between_calls_is_taken_over(path, quick):
     write_lock_of_another_machine(path)
-    with pytest.raises(InUse):
-        Lock.take(path, wait=0)
-    time.sleep(0.3)
+    assert 5 <= looks_until_taken(path, pause=0.03) <= 8
+
+
+def test_a_pause_of_the_process_that_watches_does_not_count_as_its_owners(path, quick):
+    write_lock_of_another_machine(path)
+    assert looks_until_taken(path, pause=0.5, most=4) == 4
+
+
+def test_an_owner_of_this_machine_that_is_paused_keeps_its_lock(path, quick):
+    owner = start_process(OWNER, path)
+    assert owner.stdout.readline() == "has it\n"
+    owner.send_signal(signal.SIGSTOP)
+    assert looks_until_taken(path, pause=0.03, most=20) == 20
+    owner.kill()
+    owner.communicate()
     Lock.take(path, wait=0).release()
 
 
