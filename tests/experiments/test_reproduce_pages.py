@@ -36,11 +36,6 @@ PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml
 
 
 CELL = ("scale", "table", "split", "method", "variant", "tag", "seed")
-# Results of an older preset, which took half an hour each; the pages state their settings. By scale, table, method.
-SUPERSEDED = {
-    ("full", "fedrl/table1", "fedavg"): {"grad_clip": "method"},
-    ("full", "fedrl/table1", "fedrl"): {"grad_clip": "method", "distance": "per_sample"},
-}
 
 
 @functools.cache
@@ -123,15 +118,14 @@ def test_pairs_of_runs_on_different_processors_count_and_are_marked():
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_committed_results_have_the_settings_of_todays_plan_unless_superseded(name):
+def test_committed_results_have_the_settings_of_todays_plan(name):
     plan = {(cell.table, cell.name): cell for cell in read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells}
     plan_results = [result for result in committed() if result["scale"] == name]
     # The other seeds have the same options, as a test above checks.
     for result in (any_seed for any_seed in plan_results if any_seed["seed"] == 0):
         cell = plan[result["table"], Cell(**{field: result[field] for field in CELL}, settings={}).name]
         today = {**result, "command": command(cell, values(*configured(cell, PRESETS)))}
-        older_settings = SUPERSEDED.get((name, result["table"], result["method"]), {})
-        assert superseded(today, PRESETS) == older_settings, cell.name
+        assert superseded(today, PRESETS) == {}, cell.name
 
 
 def test_superseded_settings_are_shown_in_row_header_and_comparison():
@@ -147,9 +141,10 @@ def test_superseded_settings_are_shown_in_row_header_and_comparison():
 
 
 def test_a_result_of_an_older_preset_states_it_and_its_command_repeats_it():
-    (older,) = (result for result in committed() if result["scale"] == "full" and result["method"] == "fedrl")
+    (today,) = (result for result in committed() if result["scale"] == "full" and result["method"] == "fedrl")
+    older = {**today, "decisive": today["decisive"] | {"grad_clip": "method", "distance": "per_sample"}}
     run = as_run(older, PRESETS)
-    assert run["superseded"] == SUPERSEDED["full", "fedrl/table1", "fedrl"]
+    assert run["superseded"] == {"grad_clip": "method", "distance": "per_sample"}
     assert run["over_preset"] == {"fine_tune_epochs": "0"} | run["superseded"]
     assert run["command"].startswith(older["command"])
     assert superseded(run, PRESETS) == {}
