@@ -76,7 +76,7 @@ class Sweep:
             raise UserError(f"{folder} is the folder of a run: choose another one for the sweep.")
         self.folder, self._failed, self._planned, self._earlier = folder, failed, planned, earlier
         self.results: dict[str, Result | UserError] = {}
-        self._say, self._told = say, set()
+        self._say, self._told, self._waiting = say, set(), set()
         self._most: dict[Hashable, int] = {}  # limit on experiments in one program, by the program's key
         self._data: dict[Hashable, tuple[str, Path]] = {}  # of finished experiments: digest of the data, and the folder
         self._known = {name: failure_of(self._path(name)) for name in self._planned}  # failures of earlier sweeps
@@ -163,7 +163,7 @@ class Sweep:
                     }
                     if claimed:
                         self._run_part(claimed, bar)
-                        ran = True
+                        ran |= not claimed.keys() <= self.left.keys()
         return ran
 
     def _affordable(self, first: Asked, members: int, together: int | None) -> int:
@@ -179,9 +179,12 @@ class Sweep:
     def _claimed(self, name: str, claims: ExitStack, bar: SweepBar) -> Asked | None:
         """Claim an experiment and return what remains to be run; None if another process runs it or has ended it."""
         try:
+            if name in self._waiting:
+                Lock.take(self._path(name) / LOCK, wait=0).release()
             claims.enter_context(Lock.take(_claim(self._path(name)), wait=0))
         except InUse:
             return None
+        self._waiting.discard(name)
         request, failure = self._asked(name), failure_of(self._path(name))
         if request is not None and failure in (None, self._known[name]):
             return request
@@ -190,7 +193,10 @@ class Sweep:
         return None
 
     def _run_part(self, requests: Mapping[str, Asked], bar: SweepBar) -> None:
-        """Run experiments together, or one by one if there is only one or some cannot be prepared."""
+        """Run experiments together, or one by one if there is only one or some cannot be prepared.
+
+        One whose folder a run without a claim has open stays among those that are left, for a later pass.
+        """
         with_bars = {name: request._replace(last=[PartOfSweep(bar, name)]) for name, request in requests.items()}
         try:
             results = run_together(list(with_bars.values()), self._say_once) if len(with_bars) > 1 else []
@@ -206,6 +212,10 @@ class Sweep:
                         remaining.config, remaining.method, remaining.origin, last=request.last, say=self._say_once,
                         data=remaining.data,
                     )  # fmt: skip
+                except InUse as error:
+                    self._say_once(f"{name} waits: {error.sentence}")
+                    self._waiting.add(name)
+                    continue
                 except UserError as error:
                     result = error
                 except Exception as error:  # of a method or another part of the user's: the others go on

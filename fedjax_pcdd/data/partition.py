@@ -145,15 +145,18 @@ def dirichlet(
     splits = [_positions(y, num_classes) for y in (y_train, () if y_test is None else y_test)]
     least = min_size if retry else 0
     _check_enough(sum(map(len, splits[0])), clients, least)
+    best = 0
     for _ in range(max_tries):
         drawn = _draw(splits, clients, beta, rng)
-        if drawn[0][1].sum(0).min() >= least:
+        smallest = int(drawn[0][1].sum(0).min())
+        best = max(best, smallest)
+        if smallest >= least:
             train, test = (cut(np.concatenate(shuffled), shares) for shuffled, shares in drawn)
             for indices in (*train, *test):  # views, shuffled in place
                 rng.shuffle(indices)
             return Partition(train, test)
     raise UserError(
-        f"no Dirichlet draw in {max_tries} gave every client {least} samples: "
+        f"no Dirichlet draw in {max_tries} gave every client {least} samples (the best left one with {best}): "
         "use a larger `beta`, fewer `clients` or a smaller `min_samples`."
     )
 

@@ -398,6 +398,32 @@ def test_a_failed_experiment_that_is_tried_again_counts_as_running(tmp_path):
     assert sweep_of_one(tmp_path).standings()[0].state == "failed"
 
 
+def test_an_experiment_whose_folder_a_single_run_has_open_is_waited_for(tmp_path, monkeypatch):
+    tried, told, pauses, real_run = [], [], [], sweep_folder.run
+
+    def run(config, *args, **options):
+        tried.append(config.run_dir.name)
+        return real_run(config, *args, **options)
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            outside.release()
+
+    monkeypatch.setattr(sweep_folder, "run", run)
+    monkeypatch.setattr(sweep_folder, "time", SimpleNamespace(sleep=pause))
+    small = {"rounds": 1, "local_epochs": 1, "fine_tune_epochs": 0, "clients": 3, "min_samples": 1}
+    planned = {f"s{seed}": Asked(*build({**small, "seed": seed})) for seed in range(2)}
+    (tmp_path / "s0").mkdir()
+    outside = Lock.take(tmp_path / "s0/lock")
+    planned_sweep = Sweep(planned, tmp_path, lambda name, error: None, told.append)
+    results = planned_sweep.run(SweepBar(dict.fromkeys(planned, 1), Console(quiet=True)), together=1)
+    assert [results[name]["rounds"] for name in planned] == [1, 1]
+    assert tried == ["s0", "s1", "s0"]  # while it waits nothing is prepared in vain
+    assert len(pauses) == 3
+    assert [sentence for sentence in told if "s0 waits: " in sentence and "is in use by" in sentence]
+
+
 def test_experiments_with_validation_samples_are_not_trained_together(tmp_path, monkeypatch):
     seeds, planned = [], {str(seed): Asked(*build({"validation": 0.1, "seed": seed})) for seed in range(2)}
     monkeypatch.setattr(sweep_folder, "run", lambda config, *_, **__: seeds.append(config.seed) or {})

@@ -338,7 +338,7 @@ def split_by_beta(beta, clients, seed) -> Partition:
         ("dirichlet", {"beta": float("nan")}, "beta"),
         ("dirichlet", {"clients": 0}, "clients"),
         ("dirichlet", {"clients": 41}, "400 training samples cannot give 41 clients 10 each"),
-        ("dirichlet", {"clients": 40, "beta": 0.01}, "larger beta, fewer clients or a smaller min_samples"),
+        ("dirichlet", {"clients": 40, "beta": 0.01}, r"the best left one with 0\): use a larger beta"),
         ("pcdd", {"clients": 0}, "clients"),
         ("pcdd", {"classes_per_client": 11}, "classes_per_client"),
         ("pcdd", {"classes_per_client": 0}, "classes_per_client"),
