@@ -51,7 +51,7 @@ def first_of(program: Program, method: Method, data: Data, variables: Tree, *, e
       UserError: the method returns something that is no valid state.
     """
     setting, first = program.setting, experiment * program.setting.num_clients
-    counts = data.class_counts[first : first + setting.num_clients]
+    counts = data.whole.counts if data.whole else data.class_counts[first : first + setting.num_clients]
     server = method.init_server(setting, variables, counts, stream_of(seed, "server"))
     return First(method, _checked(method, server), stream_of(seed, "client"), counts)
 

@@ -138,16 +138,16 @@ class Groups:
         kept_out = None if validation is None else Lists.of([validation[k] for k in members])
         federation = Federation(data, Partition(*(tuple(split[k] for k in members) for split in lists)), kept_out)
         group_epochs = tuple(epochs[k] for k in members) if epochs else self.local.epochs
-        experiment = Experiment(federation, method, replace(self.local, epochs=group_epochs), self.seed, members)
+        local, whole = replace(self.local, epochs=group_epochs), self.federation if len(self.members) > 1 else None
+        experiment = Experiment(federation, method, local, self.seed, members, whole)
         return Simulation(model, [experiment], cohort=len(members), aggregates=not self.shares_server, **options)
 
     def _make_programs(self) -> None:
         """Make the compiled functions: aggregation, the exchange, and predictions on tests and on public images."""
         pipeline, sizes = self.public.pipeline if self.public else Pipeline(), self.federation.test_sizes
         programs = [group.program for group in self.groups]
-        whole_setting = self.program.setting._replace(num_clients=self.federation.num_clients)
         self.table = Table(tuple(programs), self.members, pipeline)
-        self._aggregates = [compiled(aggregated, replace(p, setting=whole_setting)) for p in programs]
+        self._aggregates = [compiled(aggregated, p) for p in programs]
         self._exchange = compiled(run_exchange, self.table, donate_argnums=(3, 4))
         passes = [client_pass(sizes, p.eval_batch, p.blocks.size) for p in programs]
         on_tests = [replace(p, validated=False) for p in programs]

@@ -35,6 +35,7 @@ class Experiment(NamedTuple):
     local: Local
     seed: int
     numbers: tuple[int, ...] = ()  # of the clients in the whole federation, if this one is a part of it
+    whole: Federation | None = None  # that federation
     availability: Availability | None = None  # None: all clients are always available
 
 

@@ -64,6 +64,7 @@ def _trained_alone(
     """A group's models [K_g, ...] after training each alone on its part of the federation's data."""
     group = groups.groups[g]
     local = replace(local, local_steps=None, lr_steps=())
-    experiment = group.experiments[0]._replace(federation=federation, method=Participant(), local=local)
+    own = {"federation": federation, "method": Participant(), "local": local, "whole": None}
+    experiment = group.experiments[0]._replace(**own)
     alone = group.alike([experiment], len(groups.members[g]), **options)
     return alone.step(alone.start()._replace(clients=variables), round)[0].clients

@@ -101,7 +101,8 @@ class Program:
         clients, counts = self.setting.num_clients, data.class_counts
         client_data = at(counts, row), at(data.train.size, row)
         if self.experiments == 1:
-            return Facts(row, *client_data, counts)
+            client, all_counts = (at(data.whole.numbers, row), data.whole.counts) if data.whole else (row, counts)
+            return Facts(client, *client_data, all_counts)
         all_counts = select(counts.reshape(self.experiments, clients, -1), self.experiment_of(row))
         return Facts(row % clients, *client_data, all_counts)
 
@@ -128,6 +129,13 @@ def start_of(samples: Samples, row: Any) -> Any:
     return jnp.where(samples.rows == row, samples.start, 0).max()
 
 
+class Whole(NamedTuple):
+    """The federation of which the clients of a program are a part."""
+
+    numbers: jax.Array  # [R] of these clients in it
+    counts: jax.Array  # [K, C] training samples of all its clients
+
+
 class Data(NamedTuple):
     """The federations of all experiments over one data set."""
 
@@ -136,6 +144,7 @@ class Data(NamedTuple):
     class_counts: jax.Array  # [R, C] training samples
     public: Any = ()  # [N, H, W, channels] uint8, if the run has public images
     held: Any = ()  # [R] how many validation samples follow the tests of each row, if they are on the device
+    whole: Any = ()  # a `Whole` if the clients are a part of a federation
 
 
 class State(NamedTuple):
@@ -171,7 +180,7 @@ def tests_of(federations: Sequence[Federation]) -> tuple[Any, Any, Lists]:
     return np.concatenate([dataset.x_test, dataset.x_train[validation.flat]]), labels, lists
 
 
-def load_data(federations: Sequence[Federation], public: Any = None) -> Data:
+def load_data(federations: Sequence[Federation], public: Any = None, whole: Whole | tuple[()] = ()) -> Data:
     """Device arrays of the federations of all experiments, which share a data set, and of public images."""
     dataset, partitions = federations[0].dataset, [f.partition for f in federations]
     train = samples_of(dataset.x_train, dataset.y_train, Lists.join([p.train for p in partitions]))
@@ -180,7 +189,7 @@ def load_data(federations: Sequence[Federation], public: Any = None) -> Data:
     validation = federations[0].validation
     return Data(
         train, test, jnp.asarray(counts, jnp.result_type(float)), () if public is None else jnp.asarray(public),
-        () if validation is None else jnp.asarray(validation.sizes, jnp.int32),
+        () if validation is None else jnp.asarray(validation.sizes, jnp.int32), whole,
     )  # fmt: skip
 
 

@@ -117,9 +117,9 @@ def aggregated(
     def by_experiment(tree):
         return jax.tree.map(lambda x: x.reshape(experiments, -1, *x.shape[1:]), tree)
 
-    each, weights, clients, steps = by_experiment(
-        (message.each, jobs.weight, jobs.row % setting.num_clients, jobs.steps)
-    )
+    # A place without a job is of no client: a write to its row, outside of [0, K), is dropped.
+    clients = jnp.where(jobs.steps > 0, jobs.number, setting.num_clients)
+    each, weights, clients, steps = by_experiment((message.each, jobs.weight, clients, jobs.steps))
     return lift(aggregate, experiments)(
         methods, servers, message._replace(each=each), weights, hyper, clients, steps, keys
     )

@@ -28,7 +28,7 @@ from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.first_state import First, first_client, first_clients, first_of, keeps, kept_of_client, repeated
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
-from fedjax_pcdd.engine.program import Data, Evaluation, Program, Report, State, Tree, load_data, stream_of
+from fedjax_pcdd.engine.program import Data, Evaluation, Program, Report, State, Tree, Whole, load_data, stream_of
 from fedjax_pcdd.engine.round import Work, begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
 from fedjax_pcdd.engine.streaming import Chunk, Streamed
@@ -156,22 +156,23 @@ class Simulation(Planner):
         return replace(execution, lanes=lanes, eval_batch=execution.eval_batch or suitable), blocks
 
     def _setting(self, model: Classifier, rounds: int, weights: str) -> Setting:
-        federation, local = self.federations[0], self.experiments[0].local
-        client_classes = [(f.class_counts > 0).sum(1) for f in self.federations]
+        whole, local = self.experiments[0].whole, self.experiments[0].local
+        federations = self.federations if whole is None else [whole]
+        client_classes = [(f.class_counts > 0).sum(1) for f in federations]
         return Setting(
             num_classes=model.num_classes,
             feature_dim=feature_dim(model, self.image_shape),
-            num_clients=federation.num_clients,
+            num_clients=federations[0].num_clients,
             rounds=rounds,
             epochs=1 if local.local_steps else int(np.max(local.epochs)),
             batch_size=local.batch_size,
             normalised=normalises(model, self.image_shape),
             one_class_clients=max(int((n == 1).sum()) for n in client_classes),
-            fewest_classes=min(int(n[n > 0].min(initial=federation.dataset.num_classes)) for n in client_classes),
-            rarest_class=min(int(f.class_counts.sum(0).min()) for f in self.federations),
+            fewest_classes=min(int(n[n > 0].min(initial=federations[0].dataset.num_classes)) for n in client_classes),
+            rarest_class=min(int(f.class_counts.sum(0).min()) for f in federations),
             own_weights=weights == "method",
             steps=int(self.round_steps.max()),
-            cohort=self.cohort_size,
+            cohort=self.cohort_size if whole is None else whole.num_clients,
         )
 
     def _passes(self, size: int) -> dict[str, Any]:
@@ -228,10 +229,17 @@ class Simulation(Planner):
             jobs, program, memory = len(self.experiments) * self.cohort_size, self.program, self.execution.stream
             rows = schedule.most_jobs(jobs, program.devices // self.owners)
             self.streamed = Streamed(self.federations, rows, program.lanes, memory, public, program.devices)
-        data = self.streamed.known if self.streamed else data or load_data(self.federations, public)
+        data = self.streamed.known if self.streamed else data or load_data(self.federations, public, self._whole())
         keys = jnp.stack([stream_of(e.seed, "rounds") for e in self.experiments])
         arrays = _stack(*(method for method, _ in configured)), _stack(*local), data, keys
         self.methods, self.hyper, self.data, self.keys = distribute(arrays, self.program.devices)
+
+    def _whole(self) -> Whole | tuple[()]:
+        """The federation of which the clients are a part, () if they are all."""
+        whole = self.experiments[0].whole
+        if whole is None:
+            return ()
+        return Whole(jnp.asarray(self.numbers[0]), jnp.asarray(whole.class_counts, jnp.result_type(float)))
 
     def _shardings(self) -> Any:
         """How the results of a round are placed on several devices."""
@@ -388,7 +396,7 @@ class Simulation(Planner):
             for e, experiment in enumerate(self.experiments)
         ]
         off_device = self.execution.client_state != "device" or self.streamed
-        cohort = self.cohort_size if off_device else self.program.setting.num_clients
+        cohort = self.cohort_size if off_device else self.sizes.shape[1]
         return self.alike(experiments, cohort, tests_epochs=tests_epochs)
 
     def tuning_method(self, e: int, epochs: int) -> Method:

@@ -128,7 +128,8 @@ class Setting(NamedTuple):
       feature_dim: D.
       num_clients: K.
       rounds: T.
-      epochs: E, the largest number of local epochs of any client.
+      epochs: E, the largest number of local epochs of any client; of several architectures, of those with this one, as
+        are B and the steps.
       batch_size: B.
       normalised: whether the backbone has normalisation layers, over batches or groups.
       one_class_clients: number of clients whose samples are all of one class.
@@ -289,7 +290,8 @@ class ServerContext(NamedTuple):
       setting: what is fixed for all experiments of the program.
       hyper: options of local training in this round.
       round: communication round, from 0.
-      clients: [S] the cohort, indices in [0, K).
+      clients: [S] the cohort, indices in [0, K); K for a place that no client took or whose client made no step, whose
+        writes JAX drops (`table.at[clients].set(...)`).
       count: scalar, how many of them trained and sent a message.
       key: random key of this round.
       public: the public images, if the run has any.

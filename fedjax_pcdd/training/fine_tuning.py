@@ -156,7 +156,7 @@ def calibrator_of(simulation: Simulation) -> Simulation:
     """The simulation that calibrates the global models of another: one epoch of all clients over all their samples."""
     local = {"epochs": 1, "local_steps": None, "last_batch": "keep", "lr_steps": ()}
     experiments = [e._replace(method=Calibration(), local=replace(e.local, **local)) for e in simulation.experiments]
-    return simulation.alike(experiments, simulation.program.setting.num_clients)
+    return simulation.alike(experiments, simulation.sizes.shape[1])
 
 
 def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:

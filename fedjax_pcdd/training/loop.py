@@ -257,7 +257,9 @@ def call_all(callbacks: Sequence[Callback], run: Any, report: RoundReport) -> No
     """Call `on_round` of all callbacks; those after one that ends the run already see that it is stopped."""
     for callback in callbacks:
         ends = callback.on_round(run, report)
-        if isinstance(ends, bool | np.bool_) and ends:  # a function may return anything else
+        kinds = bool | np.bool_ | np.ndarray | jax.Array  # a function may return anything else
+        flag = np.asarray(ends if isinstance(ends, kinds) else False)
+        if flag.shape == () and flag.dtype.kind == "b" and flag:
             run.stop()
 
 

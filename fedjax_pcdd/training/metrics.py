@@ -161,7 +161,8 @@ class History:
         A row must not change after the first call that includes it: each is encoded only once, since encoding all of
         them for each checkpoint takes tens of milliseconds after a thousand rounds.
         """
-        self._encoded += [json.dumps(row) for row in self.rows[len(self._encoded) :]]
+        # A callback may have added numbers of NumPy's or JAX's.
+        self._encoded += [json.dumps(row, default=lambda x: x.tolist()) for row in self.rows[len(self._encoded) :]]
         clients = {name: _encoded(getattr(self, name)) for name in CLIENTS}
         clients |= {"ga_best_mean": self.ga_best_mean, "select_on": self.select_on}
         clients["also"] = {name: _encoded(values) for name, values in self.also.items()}

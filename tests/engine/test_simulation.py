@@ -281,6 +281,85 @@ def test_a_sweep_tells_each_experiment_about_its_own_clients():
         np.testing.assert_array_equal(state.servers.cohort[e], together.clients_of(0)[e])
 
 
+class Book(NamedTuple):
+    """The model, and what each client [K] sent last."""
+
+    variables: Any
+    sent: jax.Array
+
+
+@struct.dataclass
+class Bookkeeping(Method):
+    """FedAvg whose server notes what each of its clients sends: its number, and the round."""
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Book(variables, jnp.full((setting.num_clients, 2), -1.0))
+
+    def upload(self, variables, summary, context):
+        return (), Message(mean=variables, each=jnp.stack([context.facts.client, context.round]).astype(float))
+
+    def aggregate(self, server, message, weights, context):
+        return Book(message.mean, server.sent.at[context.clients].set(message.each))
+
+
+def test_a_table_of_the_servers_has_no_entries_from_places_that_nobody_took():
+    simulation = toy.simulation(method=Bookkeeping(), cohort=4)
+    state = simulation.start()
+    for round, cohort in enumerate(([3, 0], [2, 4], [1])):
+        state, _ = simulation.step(state, round, simulation.plan(round, [np.array(cohort)]))
+    np.testing.assert_array_equal(state.servers.sent[0], [[0, 0], [1, 2], [2, 1], [3, 0], [4, 1]])
+
+
+class Told(NamedTuple):
+    """The model, the counts [K, C] that the server began with, and what all participants [K] have been told."""
+
+    variables: Any
+    counts: jax.Array
+    clients: jax.Array
+    told: jax.Array
+
+
+@struct.dataclass
+class Shared(METHODS["solo"]):
+    """Participants that note what they are told, and a server that is the same for all architectures."""
+
+    def traits(self):
+        return super().traits()._replace(common_server=True)
+
+    def init_server(self, setting, variables, class_counts, key):
+        clients = setting.num_clients
+        return Told(variables, class_counts, jnp.zeros(clients, jnp.int32), jnp.zeros((clients, 5)))
+
+    def init_client(self, setting, server, facts, key):
+        return super().init_client(setting, server, facts, key) | {"facts": facts}
+
+    def download(self, server, client):
+        return {name: value for name, value in client.items() if name != "facts"}
+
+    def upload(self, variables, summary, context):
+        setting, facts = context.setting, context.facts
+        told = [facts.client, setting.num_clients, setting.cohort, setting.rarest_class, facts.federation_counts.sum()]
+        return variables | {"facts": facts}, Message(each=jnp.stack([jnp.asarray(x, float) for x in told]))
+
+    def aggregate(self, server, message, weights, context):
+        return server._replace(clients=context.clients, told=message.each)
+
+
+def test_participants_of_several_architectures_are_told_about_the_whole_federation():
+    groups, counts = toy.groups(method=Shared(), necks=(0, 1, 0, 1, 0)), toy.federation().class_counts
+    state = groups.start()
+    for g, members in enumerate(groups.members):
+        np.testing.assert_array_equal(state.servers["groups"][g].counts[0], counts)
+        np.testing.assert_array_equal(state.clients[g]["facts"].client, members)
+        np.testing.assert_array_equal(state.clients[g]["facts"].class_counts, counts[list(members)])
+        np.testing.assert_array_equal(state.clients[g]["facts"].federation_counts, [counts] * len(members))
+    servers = groups.step(state, 0)[0].servers["groups"]
+    told = [[k, 5, 5, counts.sum(0).min(), counts.sum()] for k in range(5)]
+    for server in servers:
+        np.testing.assert_array_equal(server.told[0], told)
+        np.testing.assert_array_equal(server.clients[0], np.arange(5))
+
+
 class Drawn(NamedTuple):
     """The model, and the random numbers that the server has drawn."""
 

@@ -46,6 +46,23 @@ class StopAt(fp.Callback):
         self.seen = state
 
 
+@pytest.mark.parametrize("true", [True, np.bool_(True), np.array(True), jax.numpy.float32(1) > 0])
+def test_whatever_is_true_ends_a_run_and_numbers_do_not(federation, true):
+    for value, rounds in ((true, 1), (1, 2), (np.ones(3, bool), 2)):
+        ended = fp.simulate(federation, **SMALL | {"rounds": 2}, callbacks=[lambda run, report, value=value: value])
+        assert len(ended.rows) == rounds
+
+
+@pytest.mark.parametrize("number", [np.float32(1.5), jax.numpy.float32(1.5), np.array([1.5, 2])])
+def test_numbers_that_a_callback_adds_to_a_row_are_written_in_plain_types(federation, tmp_path, number):
+    def add(run, report):
+        run.history.rows[-1]["norm"] = number
+
+    fp.simulate(federation, **SMALL | {"rounds": 2}, callbacks=[add], run_dir=tmp_path / "run")
+    assert [row["norm"] for row in rows_of(tmp_path / "run")] == [number.tolist()] * 2
+    assert fp.load_run(tmp_path / "run").rows[-1]["norm"] == number.tolist()
+
+
 def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
