@@ -156,8 +156,8 @@ class BatchNorm(Typed):
 
     Training normalises by the biased variance of the batch; the running variance uses the unbiased one, and
     new = 0.9 old + 0.1 batch. The statistics, at least float32, are the collection
-    "batch_stats" with `mean` and `var` [C]. Masked samples do not enter them; a batch without a valid sample
-    leaves the running statistics unchanged.
+    "batch_stats" with `mean` and `var` [C]. Masked samples do not enter them and leave as the bias; a batch without a
+    valid sample leaves the running statistics unchanged.
 
     Attributes:
       epsilon: added to the variance.
@@ -181,6 +181,9 @@ class BatchNorm(Typed):
             for running, batch in ((running_mean, mean), (running_var, unbiased)):
                 updated = (1 - self.momentum) * running.value + self.momentum * batch
                 running.value = jnp.where(count > 0, updated, running.value).astype(precise)
+            if mask is not None:
+                # With one valid element the variance is 0: what is masked would grow by 316 in every layer, to inf.
+                x = jnp.where(_by_row(mask, x) > 0, x, mean)
         return ((x - mean) * (jax.lax.rsqrt(var + self.epsilon) * scale) + bias).astype(out_dtype)
 
 
@@ -196,9 +199,14 @@ def _moments(x: jax.Array, mask: jax.Array | None):
     axes = tuple(range(x.ndim - 1))
     weights = jnp.ones(x.shape[0], x.dtype) if mask is None else mask.astype(x.dtype)
     count = weights.sum() * math.prod(x.shape[1:-1])
-    share = (weights / jnp.maximum(count, 1)).reshape(-1, *[1] * (x.ndim - 1))
+    share = _by_row(weights / jnp.maximum(count, 1), x)
     mean = (share * x).sum(axes)
     return mean, (share * jnp.square(x - mean)).sum(axes), count
+
+
+def _by_row(values: jax.Array, x: jax.Array) -> jax.Array:
+    """Values [B] with as many axes as x [B, ...]."""
+    return values.reshape(-1, *[1] * (x.ndim - 1))
 
 
 class GroupNorm(Typed):

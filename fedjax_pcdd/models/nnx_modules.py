@@ -19,7 +19,7 @@ from jax import lax
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.convolution import client_conv
 from fedjax_pcdd.models.layers import linear_init
-from fedjax_pcdd.models.linen_modules import RULE, OwnHead, Path, spelled, valid_rows
+from fedjax_pcdd.models.linen_modules import RULE, OwnHead, Path, spelled, valid_rows, with_usual_rows
 
 _mask: ContextVar[jax.Array | None] = ContextVar("mask", default=None)
 _given: ContextVar[list] = ContextVar("given")
@@ -33,7 +33,8 @@ class _BatchNorm(nnx.BatchNorm):
         if mask is not None or valid is None:
             return super().__call__(x, use_running_average, mask=mask)
         old = {name: getattr(self, name)[...] for name in ("mean", "var")}
-        out = super().__call__(x, use_running_average, mask=valid_rows(valid, x))
+        rows = valid_rows(valid, x)
+        out = super().__call__(with_usual_rows(x, rows), use_running_average, mask=rows)
         for name, value in old.items():
             variable = getattr(self, name)
             variable[...] = jnp.where(valid.any(), variable[...], value)

@@ -291,6 +291,22 @@ def test_a_single_valid_element_gives_no_nan():
     np.testing.assert_allclose(statistics["var"], 0.9, rtol=1e-6)
 
 
+def test_padding_stays_finite_however_deep_a_network_with_one_valid_sample_is():
+    x, mask, layer = images((2,)), jnp.zeros(6).at[2].set(1), BatchNorm()
+    variables = layer.init(jax.random.key(0), x, train=False)
+
+    def loss(scale, x, mask):
+        own = {**variables, "params": {**variables["params"], "scale": scale}}
+        for _ in range(20):  # of 1 / sqrt(1e-5) each
+            x = layer.apply(own, x, train=True, mask=mask, mutable=["batch_stats"])[0] + 1
+        return x[jnp.argmax(mask)].sum(), x
+
+    gradient, out = jax.grad(loss, has_aux=True)(jnp.ones(2), x, mask)
+    expected, expected_out = jax.grad(loss, has_aux=True)(jnp.ones(2), x[2:3], jnp.ones(1))
+    np.testing.assert_array_equal(out, [expected_out[0]] * 6)  # padding leaves as the bias
+    np.testing.assert_array_equal(gradient, expected)
+
+
 def test_a_batch_without_valid_samples_leaves_the_statistics():
     statistics = {"mean": jnp.asarray([1.0, 2.0]), "var": jnp.asarray([3.0, 4.0])}
     out, new = batch_norm(images((2,)), jnp.zeros(6), statistics)

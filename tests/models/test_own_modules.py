@@ -147,6 +147,45 @@ def test_a_linen_classifier_gives_the_logits_it_gives_outside_this_package():
     np.testing.assert_allclose(outputs.logits, Whole(3).apply(classifier_variables, IMAGES), 1e-5, 1e-6)
 
 
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = x.reshape(len(x), -1)
+        for _ in range(18):
+            x = nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x)) + 0.1)
+        return x
+
+
+class NnxDeep(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(int(np.prod(SHAPE)) if i == 0 else 8, 8, rngs=rngs) for i in range(18)])
+        self.norms = nnx.List([nnx.BatchNorm(8, rngs=rngs) for _ in range(18)])
+
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = nnx.relu(norm(layer(x)) + 0.1)
+        return x
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("module", [Deep, NnxDeep], ids=["linen", "nnx"])
+def test_padding_beside_one_valid_sample_stays_finite(module):
+    model, mask = built(module), jnp.zeros(6).at[1].set(1)
+    variables = initialise(model, jax.random.key(1), SHAPE)
+
+    def loss(params, images, mask):
+        outputs, state = forward(model, {**variables, "params": params}, images, train=True, mask=mask)
+        return (outputs.logits[:, 0] * mask).sum(), (outputs.logits, state)
+
+    step = jax.jit(jax.grad(loss, has_aux=True))
+    gradients, (logits, state) = step(variables["params"], IMAGES, mask)
+    _, (alone, expected) = step(variables["params"], IMAGES[1:2], jnp.ones(1))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((gradients, logits)))
+    np.testing.assert_allclose(logits[1], alone[0], 1e-5, 1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-5), state, expected)
+
+
 @pytest.mark.parametrize("module", [Normed, NnxNet], ids=["linen", "nnx"])
 def test_masked_samples_stay_out_of_batch_statistics(module):
     model = built(module)
