@@ -221,12 +221,45 @@ def test_every_kind_of_part_can_be_named_as_it_was_registered(folder, monkeypatc
     ('{"norm": float(seen)}', "float(seen)", "'overall' must return a dictionary of numbers"),
     ('{"norm": np.asarray(seen, float)}', '{"norm": 0.0}', "'per_client' must return a number of each client"),
     ("view.variables", "view.weights", "'of_client' fails: AttributeError: 'View' object has no attribute 'weights'"),
+    ("return sum(", "return str(", "'of_client' must return arrays: TypeError: "),
 ])  # fmt: skip
 def test_a_quantity_from_outside_that_is_written_wrongly_is_a_sentence(folder, capsys, old, new, sentence):
     (folder / "wrong.py").write_text(PARTS.replace(old, new))
     assert main([*SMALL, "--clients=2", "--model=mlp", "--track=wrong.py:norm", "--run-dir=run"]) == 2
     err = capsys.readouterr().err
     assert (err.count("\n"), sentence in err) == (1, True), err
+
+
+def test_a_quantity_may_be_a_number_of_pythons(folder):
+    (folder / "number.py").write_text(PARTS.replace("return sum(", "return 0.25 and 1 or ("))
+    assert main([*SMALL, "--clients=2", "--model=mlp", "--track=number.py:norm", "--run-dir=run"]) == 0
+    line = json.loads((folder / "run/track.jsonl").read_text().splitlines()[-1])
+    assert line["number.py:norm"]["global"]["norm"] == 1
+
+
+CHOSEN = """
+from flax import struct
+import fedjax_pcdd as fp
+
+@struct.dataclass
+class Chosen(fp.FedAvg):
+    "FedAvg with a hyper-parameter that configure chooses."
+    a: float = fp.hyperparameter(None, help="x", low=0.0)
+
+    def configure(self, setting, hyper):
+        return (self.replace(a=0.5) if self.a is None else self), []
+"""
+
+
+def test_a_hyperparameter_without_a_default_may_be_annotated_as_a_number(folder):
+    (folder / "chosen.py").write_text(CHOSEN)
+    run = ["--method=chosen.py:Chosen", "--clients=2", "--model=mlp", *SMALL]
+    assert main([*run, "--run-dir=run"]) == 0
+    assert main(["--resume=run"]) == 0
+    assert fp.load_run("run").method.a == 0.5
+    assert [parse([*run, *more])[1].a for more in ([], ["--a=none"], ["--a=0.25"])] == [None, None, 0.25]
+    with pytest.raises(UserError, match="a must be at least 0"):
+        parse([*run, "--a=-1"])
 
 
 def test_hyperparameters_of_a_method_from_outside_are_options(folder, capsys):

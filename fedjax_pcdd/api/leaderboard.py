@@ -20,8 +20,8 @@ from fedjax_pcdd.analysis.traffic import traffic
 from fedjax_pcdd.api.grid import Experiment
 from fedjax_pcdd.api.sweep import run_stages
 from fedjax_pcdd.engine.executables import compiled_once
-from fedjax_pcdd.errors import UserError, is_there
-from fedjax_pcdd.registry import short_name
+from fedjax_pcdd.errors import UserError, is_there, nearest
+from fedjax_pcdd.registry import is_import_path, short_name
 from fedjax_pcdd.report.standings import MEASURES, SECONDS
 from fedjax_pcdd.training.build import build_model, load, public_outputs
 from fedjax_pcdd.training.fields import load_mapping, read_text, write_text
@@ -47,18 +47,23 @@ class Plan(NamedTuple):
     splits: dict[str, dict[str, Any]]  # further options of each split
     networks: list[str]
     seeds: int
-    trials: dict[str, list[dict[str, Any]]]  # by method; "default" for methods that are not named
+    trials: dict[str, list[dict[str, Any]]]  # by method, one's own by its class; "default" for those that are not named
     scores: dict[str, list[str]]  # by method likewise: what a trial is chosen by; later ones break ties
     public: dict[str, dict[str, Any]]  # by data set: options of methods that need public images
 
     def trials_of(self, method: str, network: str) -> list[dict[str, Any]]:
         """The settings that a method tries on a network."""
-        listed = self.trials.get(method, self.trials["default"])
+        listed = _entry(self.trials, method)
         return [{name: network if value == NETWORK else value for name, value in trial.items()} for trial in listed]
 
     def scores_of(self, method: str) -> list[str]:
         """Entries of a summary by which a trial is chosen."""
-        return self.scores.get(method, self.scores["default"])
+        return _entry(self.scores, method)
+
+
+def _entry(section: Mapping[str, Any], method: str) -> Any:
+    """What a section has for a method: under its name, under that of its class alone, or for those it does not name."""
+    return section.get(method, section.get(short_name(method), section["default"]))
 
 
 class Cell(NamedTuple):
@@ -90,15 +95,35 @@ def read_plan(path: Path = PLAN) -> Plan:
     packaged = {} if path == PLAN else read_plan()._asdict()
     plan = Plan(**{**packaged, **sections})
     _check_kinds(plan, path)
-    if "default" not in plan.trials or len({len(listed) for listed in plan.trials.values()}) != 1:
-        raise UserError(f"'trials' in {path} must list as many settings for each method, and `default`.")
-    if "default" not in plan.scores:
-        raise UserError(f"'scores' in {path} must name what chooses a trial of each method, and of `default`.")
+    for name in ("trials", "scores"):
+        if "default" not in getattr(plan, name):
+            raise UserError(f"'{name}' in {path} needs an entry 'default', for methods that it does not name.")
+    number = len(plan.trials["default"])
+    if other := [name for name, listed in plan.trials.items() if len(listed) != number]:
+        has = f"'{other[0]}' has {len(plan.trials[other[0]])} and 'default' {number}"
+        raise UserError(f"'trials' in {path} must list as many settings for each method: {has}.")
     for name, split in plan.splits.items():
         run_options = {**plan.run, **split}
         if run_options.get("select_on") != "validation" or not run_options.get("validation"):
             raise UserError(f"{path} chooses nothing on '{name}': give `validation` and `select_on: validation`.")
     return plan
+
+
+def check_names(plan: Plan, given: Sequence[str], with_results: Sequence[str], path: Path) -> None:
+    """UserError for trials or scores of a name that no method has, such as that of the decorator in a given file."""
+    own = {name for method in (*given, *with_results) for name in (method, short_name(method))}
+    known = {"default", *own, *methods.METHODS}
+    by_file = [methods.METHODS.find(plain) for name in given if is_import_path(plain := methods.plain_name(name))]
+    for section in ("trials", "scores"):
+        for name in getattr(plan, section):
+            plain = methods.plain_name(name)
+            decorated = name not in own and plain in methods.METHODS and methods.METHODS.find(plain) in by_file
+            if decorated or not (name in known or plain in known or is_import_path(plain)):
+                hint = nearest(name, sorted(known - {plain}))
+                raise UserError(
+                    f"'{section}' in {path} names no method by '{name}': {hint} One of your own has the name of its "
+                    "class, as Mine of mine.py:Mine."
+                )
 
 
 def _check_kinds(plan: Plan, path: Path) -> None:

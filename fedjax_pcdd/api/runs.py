@@ -325,6 +325,10 @@ def _loaded(files: RunFolder, objects: Mapping[str, Any]) -> History:
     _check_readable(files.path / "checkpoints")
     with Checkpoints(files.path / "checkpoints", read_only=True) as checkpoints:
         restored = checkpoints.restore((start.servers, best), (start.clients, start.statistics))
+    if restored is None and files.summary() is not None:
+        raise UserError(
+            f"{files.path} is finished, and its checkpoints are gone: for its models, run it in a new folder."
+        )
     if restored is None:
         raise UserError(f"{files.path} has no checkpoint left, or none yet: resume it, which then begins anew.")
     resolved = restored.history.get("resolved", {})

@@ -63,7 +63,8 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     from fedjax_pcdd import methods
     from fedjax_pcdd.api import leaderboard  # JAX programs are not needed for the help and for mistakes
 
-    plan = leaderboard.read_plan(options.plan or leaderboard.PLAN)
+    path = options.plan or leaderboard.PLAN
+    plan = leaderboard.read_plan(path)
     written = [in_any_case(name.strip(), methods.METHODS) for name in (options.method or "").split(",")]
     names = list(methods.METHODS) if options.method is None else list(dict.fromkeys(written))
     for name in names:
@@ -72,6 +73,7 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     splits = _chosen("split", options.split, list(plan.splits))
     cells = [leaderboard.Cell(network, split, name) for network in networks for split in splits for name in names]
     console = Screen()
+    leaderboard.check_names(plan, names, [r["method"] for r in leaderboard.read_results(options.results)], path)
     if not (options.status or options.page):
         _complete(options, argv, plan, cells, console)
     results = leaderboard.read_results(options.results)
@@ -102,7 +104,10 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
     common_options = {"data_dir": str(options.data_dir)} if options.data_dir else {}
     for cell in cells:  # mistakes are reported before anything runs
         for trial in plan.trials_of(cell.method, cell.network):
-            leaderboard.configure(leaderboard.options(plan, cell, trial, 0, common_options))
+            try:
+                leaderboard.configure(leaderboard.options(plan, cell, trial, 0, common_options))
+            except UserError as error:
+                raise UserError(f"{cell.method} by {options.plan or leaderboard.PLAN}: {error}") from None
         leaderboard.has_result(plan, cell, options.results)
     end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
     if options.workers > 1:

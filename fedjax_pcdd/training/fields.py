@@ -57,9 +57,10 @@ def options_of(cls: type) -> dict[str, Option]:
     options = {}
     for field in dataclasses.fields(cls):
         kinds = members(hints[field.name])
+        optional = types.NoneType in kinds or field.default is None
         kind = Union[tuple(member for member in kinds if member is not types.NoneType)]  # noqa: UP007
         metadata = {key: value for key, value in field.metadata.items() if key in Option.__dataclass_fields__}
-        options[field.name] = Option(field.name, kind, types.NoneType in kinds, field.default, **metadata)
+        options[field.name] = Option(field.name, kind, optional, field.default, **metadata)
     return options
 
 

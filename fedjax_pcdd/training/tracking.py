@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.analysis.angles import etf_angle
@@ -58,6 +59,13 @@ def names_of(text: str | None) -> tuple[str, ...]:
 def _call(name: str, part: str, *given: Any) -> Any:
     """What a function of a quantity returns; UserError if it fails."""
     return called(f"quantity {name}: '{part}'", getattr(QUANTITIES.find(name), part), *given, of=_GIVEN[part][1])
+
+
+def _arrays(name: str, part: str, *given: Any) -> Tree:
+    """The arrays that a compiled function of a quantity returns; UserError if it fails or returns anything else."""
+    result = _call(name, part, *given)
+    with from_outside(f"quantity {name}: '{part}' must return arrays"):
+        return jax.tree.map(jnp.asarray, result)
 
 
 def _numbers(name: str, part: str, *given: Any) -> dict[str, np.ndarray]:
@@ -206,7 +214,7 @@ def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, va
     """The quantities of one client's model."""
     model, present, steps = without_collection(variables, STEPS), data.class_counts[row] > 0, variables.get(STEPS)
     view = View(program, server, model, logits, data.train, row, present, data.test, steps)
-    return {name: _call(name, "of_client", view) for name in names}
+    return {name: _arrays(name, "of_client", view) for name in names}
 
 
 @full_precision
@@ -219,4 +227,4 @@ def _general(program: Program, names: tuple[str, ...], methods, servers, data: D
         return logits_of(program, method, variables, images, server)
 
     view = View(program, server, variables, logits, data.test, None, present)
-    return {name: _call(name, "of_server", view, probe) for name in names}
+    return {name: _arrays(name, "of_server", view, probe) for name in names}

@@ -247,9 +247,11 @@ def test_rank_intervals_of_five_splits_contain_what_they_estimate(between_splits
     ("old", "new", "message"),
     [
         ("select_on: validation", "select_on: test", "chooses nothing on 'dir'"),
-        ("public: {}", "scores: {ditto: [pa_best]}", "what chooses a trial of each method, and of default"),
+        ("public: {}", "scores: {ditto: [pa_best]}", "'scores' in .* needs an entry 'default'"),
         ("public: {}", "scores: {default: pa_best}", "the scores of 'default' in .* must be a list"),
         ("validation: 0.2, ", "", "chooses nothing on 'dir'"),
+        ("{lr: 0.1, mu: 0}, ", "", r"as many settings for each method: 'fedprox' has 1 and 'default' 2\."),
+        ("trials: {default", "trials: {fedavg", "'trials' in .* needs an entry 'default'"),
         ("seeds: 2", "seeds: three", "'seeds' in"),
         ("networks: [mlp]", "networks: mlp", "at least one network"),
         ("default: [{lr: 0.0001}, {lr: 0.1}]", "default: [1, 2]", "the trials of 'default'"),
@@ -265,6 +267,32 @@ def test_an_invalid_plan_is_refused(tmp_path, old, new, message):
     (tmp_path / "plan.yaml").write_text(PLAN.replace(old, new))
     with pytest.raises(UserError, match=message):
         leaderboard.read_plan(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fedprx", r"'trials' in .* names no method by 'fedprx': did you mean 'fedprox'\?"),
+        ("decorated", r"names no method by 'decorated': .* of its class, as Mine of mine.py:Mine\."),
+    ],
+)
+def test_trials_of_a_name_that_no_method_has_are_refused(tmp_path, monkeypatch, name, message):
+    monkeypatch.setattr(METHODS, "data", dict(METHODS.data))
+    (tmp_path / "decorated.py").write_text(METHOD_CODE.replace("@struct", '@fp.register_method("decorated")\n@struct'))
+    own = f"{tmp_path}/decorated.py:Keep"
+    assert METHODS.find(own) is METHODS.find("decorated")
+    plan = leaderboard.read_plan()._replace(trials={"default": [{"lr": 0.1}], name: [{"lr": 0.2}]})
+    with pytest.raises(UserError, match=message):
+        leaderboard.check_names(plan, [own], [], tmp_path / "plan.yaml")
+
+
+def test_trials_of_ones_own_method_go_by_its_class_or_its_path(tmp_path):
+    names = ["a/mine.py:Mine", "other.py:Other", "third.py:Third+prototypes", "fedprox"]
+    trials = {"default": [{"lr": 0}], "Mine": [{"lr": 1}], "other.py:Other": [{"lr": 2}], "moon+sam": [{"lr": 3}]}
+    plan = leaderboard.read_plan()._replace(trials=trials, scores={"default": ["ga_best"], "Mine": ["pa_best"]})
+    assert [plan.trials_of(name, "mlp") for name in names] == [[{"lr": lr}] for lr in (1, 2, 0, 0)]
+    assert [plan.scores_of(name) for name in names] == [["pa_best"], *[["ga_best"]] * 3]
+    leaderboard.check_names(plan, ["fedavg"], names, tmp_path)
 
 
 def test_results_that_are_damaged_or_of_another_class_are_refused(tmp_path):

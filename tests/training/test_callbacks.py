@@ -286,7 +286,12 @@ def test_loading_a_folder_without_run_or_checkpoints_is_a_user_error(stopped, tm
     with pytest.raises(fp.UserError, match="there is no folder"):
         fp.load_run(tmp_path / "nothing")
     (tmp_path / "config.yaml").write_text((stopped / "config.yaml").read_text())
-    with pytest.raises(fp.UserError, match="has no checkpoint left"):
+    with pytest.raises(fp.UserError, match="has no checkpoint left, or none yet: resume it"):
+        fp.load_run(tmp_path)
+    (tmp_path / "summary.json").write_text((stopped / "summary.json").read_text())
+    with pytest.raises(
+        fp.UserError, match="is finished, and its checkpoints are gone: for its models, run it in a new"
+    ):
         fp.load_run(tmp_path)
 
 
