@@ -64,7 +64,7 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
 
     Raises:
       UserError: the partition is unknown, an option is out of range, or a function from outside fails or returns lists
-        that do not fit.
+        that do not fit, or others in a second call.
     """
     check_name(name)
     if is_file(name):
@@ -80,14 +80,21 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     arguments = _taken(name, function, available)
     if function in OWN.values():
         return function(**arguments)
-    with from_outside(f"partition {name} fails"):
-        lists = function(**deepcopy(arguments))  # a copy, as the function may shuffle or sort in place
-    result = checked(lists, y_train, y_test, name)
+    result, again = (checked(_called(name, function, arguments), y_train, y_test, name) for _ in range(2))
+    for one, other in zip(result, again, strict=True):
+        if not (np.array_equal(one.flat, other.flat) and np.array_equal(one.sizes, other.sizes)):
+            raise UserError(f"{name} gives other lists each time, so that no run could be resumed: draw by `seed`.")
     num_lists, expected = len(result.train), arguments.get("clients", requested)
     if expected not in (None, num_lists):
         advice = "give as many" if "clients" in arguments else "drop it, as the function does not ask for it"
         raise UserError(f"{name} gives {num_lists} lists where `clients` is {expected}: {advice}.")
     return result
+
+
+def _called(name: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """What a function from outside returns for a copy of the arguments, as it may shuffle or sort in place."""
+    with from_outside(f"partition {name} fails"):
+        return function(**deepcopy(arguments))
 
 
 def _taken(name: str, function: Any, available: dict[str, Any]) -> dict[str, Any]:

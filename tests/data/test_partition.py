@@ -358,6 +358,17 @@ def test_mistakes_are_refused_with_one_sentence(name, options, sentence):
     assert str(error.value).endswith((".", "?"))
 
 
+def test_a_function_from_outside_that_draws_without_the_seed_is_refused(tmp_path):
+    code = (
+        "import numpy as np\n\ndef drawn(y_train, seed):\n    draw = np.random{}\n    return [draw.permutation(40)]\n"
+    )
+    for name, generator in (("seeded", ".default_rng(seed)"), ("free", "")):
+        (tmp_path / f"{name}.py").write_text(code.format(generator))
+    assert len(partition(f"{tmp_path}/seeded.py:drawn", np.zeros(40, int), [], seed=3).train[0]) == 40
+    with pytest.raises(UserError, match=r"gives other lists each time, .*: draw by seed\.$"):
+        partition(f"{tmp_path}/free.py:drawn", np.zeros(40, int), [], seed=3)
+
+
 def test_a_failing_function_from_outside_is_reported_in_one_sentence(tmp_path):
     (tmp_path / "split.py").write_text("def by_hospital(y_train):\n    raise ValueError('oops\\nagain')\n")
     with pytest.raises(UserError, match=r"^partition .*split\.py:by_hospital fails: ValueError: oops\.$"):
