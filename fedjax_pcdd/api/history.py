@@ -130,7 +130,7 @@ class History(TrainedModels):
         if path.suffix != ".safetensors":
             raise UserError(f"weights are saved as .safetensors, not as '{path.name}': choose such a name.")
         try:
-            from safetensors.numpy import save_file
+            from safetensors.numpy import save
         except ImportError as error:
             raise UserError("safetensors is missing: pip install 'fedjax-pcdd[safetensors]'.") from error
         variables = self.variables if client is None else self.client_variables(client)
@@ -138,7 +138,7 @@ class History(TrainedModels):
         metadata = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
         with writing(path, "another path"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(arrays, path, metadata | {"summary": json.dumps(self.summary)})
+            path.write_bytes(save(arrays, metadata | {"summary": json.dumps(self.summary)}))
         return path
 
     def plot(self, ax: Any = None, *, what: str | None = None, label: str | None = None, **style: Any) -> Any:

@@ -230,8 +230,8 @@ class FolderRecord(Record):
             name: value if isinstance(value, str | int | bool | None) else float(value)
             for name, value in asdict(self.setup.methods[self.e]).items()
         }
-        origin = {} if self.asked.config.resume else self.asked.origin
-        resolved = {"hyperparameters": hyperparameters, "inputs": self.inputs, **origin} | dict(self.noted or {})
+        first = {"hyperparameters": hyperparameters, "inputs": self.inputs, **self.asked.origin}
+        resolved = first | dict(self.noted or {})
         self.noted = self.checkpoint.resolved = resolved | dict(notes) | self._together()
         write_resolved(self.folder, self.noted)
 

@@ -36,7 +36,7 @@ def _main(argv: Sequence[str]) -> None:
     while True:
         named = config if config.resume else replace(config, run_dir=run_folder(config))
         try:
-            _train(named, method, origin(options, argv))
+            _train(named, method, {} if config.resume else origin(options, argv))
             return
         except Taken:  # by a command that began at the same time
             if named == config or config.coordinator is not None:

@@ -289,7 +289,10 @@ def with_commas(value: Any) -> str:
 
 
 def read_value(option: Option, value: Any) -> Any:
-    """The checked value of an option; a list stands for values with commas. UserError for a list of objects."""
+    """The checked value of an option; a list stands for values with commas. UserError for objects."""
+    if callable(value):
+        hint = ": register it by `@fp.register_augmentation`, and give its name" * (option.name == "augmentation")
+        raise UserError(f"takes names and numbers, not {shortened(value)}{hint}.", field=option.name)
     if isinstance(value, list | tuple | range):
         if not value:
             raise UserError("takes at least one value: drop the empty list.", field=option.name)

@@ -240,6 +240,11 @@ MISTAKES = {
         "no client has any training samples",
     ),
     "an augmentation by no name": (lambda: simulate(augmentation="cut"), "name a file and an object, as FILE.py:NAME"),
+    "an augmentation by a function": (
+        lambda: simulate(augmentation=len),
+        "not a builtin_function_or_method: register it by `@fp.register_augmentation`, and give its name.",
+    ),
+    "a rate by a function": (lambda: simulate(lr=len), "lr takes names and numbers, not a builtin_fu"),
     "an augmentation that is not wanted": (
         lambda: simulate(augmentation="mine.py:cut", augment=False),
         "augmentation=mine.py:cut needs augment, which is off",

@@ -759,6 +759,15 @@ def test_a_continued_sweep_takes_changed_options_that_affect_no_result(tmp_path)
     assert (after.keep, str(after.data_dir), after.resume) == (9, "/new", tmp_path / "fedavg")
 
 
+def test_an_experiment_that_was_killed_before_its_first_round_still_records_its_command(tmp_path):
+    config, method = configure(dict(option[2:].replace("-", "_").split("=") for option in [*SMALL, "--method=fedavg"]))
+    (tmp_path / "fedavg").mkdir()
+    (tmp_path / "fedavg" / "config.yaml").write_text(dump(config, method))
+    assert sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={tmp_path}"]) == 0
+    resolved = json.loads((tmp_path / "fedavg" / "resolved.json").read_text())
+    assert resolved["command"] == f"fedjax-pcdd run --method=fedavg {' '.join(SMALL)}"
+
+
 BROKEN = """
 from flax import struct
 import fedjax_pcdd as fp
