@@ -151,6 +151,7 @@ def of_what_has_begun(options: Mapping[str, str], settings: Mapping[str, Any]) -
         return False
     begun_sweep = Sweep(begun(folder), folder, _failed)
     CONSOLE.print(terminal(status(begun_sweep.standings())))
+    CONSOLE.print("These have begun: repeat the sweep's options to see those that have not.", highlight=False)
     return True
 
 

@@ -337,6 +337,7 @@ def test_the_folder_of_a_sweep_alone_shows_its_progress(swept, tmp_path, capsys)
     status = capsys.readouterr().out
     assert "1 done, 0 running" in status
     assert "1 of 1" in status
+    assert "These have begun: repeat the sweep's options" in status
     assert sweep_main([f"--sweep-dir={tmp_path}", "--status"]) == 2
     assert "no experiments that have begun" in capsys.readouterr().err.replace("\n", " ")
 
