@@ -104,7 +104,7 @@ def _spectrum(test_features: Tree, counts: np.ndarray, labels: np.ndarray, class
     eigenvalues, variance = mean_spectrum(batches)
     return {
         "variance": variance,
-        "dimensions": float(np.mean((np.ptp(batches, axis=1) > 0).sum(-1))),  # number that varies, equal to the trace
+        "dimensions": float(np.mean((np.ptp(batches, axis=1) > 0).sum(-1))),  # number that varies
         "class_variance": class_eigenvalue_variance(pooled, labels),
         "eigenvalues": eigenvalues.tolist(),
         "class_eigenvalues": class_spectra(pooled, labels, classes).tolist(),
