@@ -26,6 +26,11 @@ def check(name: str, known: Iterable[str], what: str) -> None:
         raise UserError(f"Unknown {kind} '{name}' of {whole}: {nearest(name, known)}")
 
 
+def without_masked(x: jax.Array, mask: Mask) -> jax.Array:
+    """Set the rows of x [..., B, D] with mask [B] 0 to zero, as what overflows there has NaN as its gradient."""
+    return x if mask is None else jnp.where(mask.astype(bool)[:, None], x, 0)
+
+
 def precise(x: jax.Array) -> jax.Array:
     """Cast to float32 or better."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, Number, check, precise
+from fedjax_pcdd.losses import Mask, Number, check, precise, without_masked
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 from fedjax_pcdd.losses.prototypes import safe_norm
 
@@ -55,7 +55,7 @@ def model_contrast(
       Scalar >= 0; 0 with zero gradient if there is no previous model.
     """
     references = jax.lax.stop_gradient(jnp.concatenate([positives[None], negatives]))
-    similarities = cosine(features, references).T / tau
+    similarities = cosine(without_masked(features, mask), without_masked(references, mask)).T / tau
     exist = jnp.concatenate([jnp.ones(1, bool), valid.astype(bool)])
     targets = jnp.zeros(features.shape[0], jnp.int32)
     return cross_entropy(similarities, targets, mask=mask, classes=exist)
@@ -101,5 +101,4 @@ def review_distance(layer: Array, received: Array, *, distance: str = "per_sampl
         return masked_mean(safe_norm(differences), mask)
     if distance == "squared":
         return masked_mean(jnp.sum(differences**2, axis=1), mask)
-    kept = differences if mask is None else jnp.where(mask.astype(bool)[:, None], differences, 0)
-    return safe_norm(kept.ravel())
+    return safe_norm(without_masked(differences, mask).ravel())

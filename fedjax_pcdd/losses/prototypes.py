@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, Number, check, precise
+from fedjax_pcdd.losses import Mask, Number, check, precise, without_masked
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 from fedjax_pcdd.losses.membership import membership
 
@@ -185,7 +185,7 @@ def margin_cross_entropy(
     Returns:
       Scalar; the gradient of a distance of 0 is 0.
     """
-    distances = safe_norm(prototypes[:, None] - targets)
+    distances = safe_norm(without_masked(prototypes, mask)[:, None] - targets)
     one_hot = jax.nn.one_hot(labels, len(targets), dtype=distances.dtype)
     return cross_entropy(-(distances + margin * one_hot), labels, mask=mask)
 

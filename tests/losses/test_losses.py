@@ -16,6 +16,7 @@ from fedjax_pcdd.losses.masked_distillation import label_masking_distillation, m
 from fedjax_pcdd.losses.prototypes import (
     class_sums,
     inter_class,
+    margin_cross_entropy,
     merge_prototypes,
     random_subset,
     squared_distance_to_own,
@@ -66,6 +67,10 @@ def distance(features, labels, mask=None):
     return squared_distance_to_own(features, labels, PROTOTYPES, PRESENT, mask=mask)
 
 
+def margin_of_targets(features, labels, mask=None):
+    return margin_cross_entropy(features, labels, PROTOTYPES, 2.0, mask=mask)
+
+
 COUNTS, VACANT = jnp.asarray([4, 3, 0, 4, 1]), jnp.asarray([False, True, True, False, True])
 
 
@@ -101,6 +106,7 @@ LOSSES = {
     "cross_entropy": linear_cross_entropy,
     "rescaled": rescaled,
     "inter_class": margin,
+    "margin_cross_entropy": margin_of_targets,
     "offdiag": partial(decorrelation, form="offdiag"),
     "frobenius": partial(decorrelation, form="frobenius"),
 }
@@ -128,6 +134,14 @@ def test_masked_rows_equal_removed_rows(value_and_grad):
 def test_masked_rows_have_zero_gradient(value_and_grad):
     _, gradient = value_and_grad(normal((B, D)), LABELS, SOME_ROWS)
     assert np.all(gradient[~SOME_ROWS] == 0)
+
+
+@every_gradient
+def test_huge_numbers_in_masked_rows_have_no_effect(value_and_grad):
+    features = normal((B, D))
+    expected = value_and_grad(features, LABELS, SOME_ROWS)
+    huge = value_and_grad(jnp.where(SOME_ROWS[:, None], features, 1e25), LABELS, SOME_ROWS)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), huge, expected)
 
 
 @every_gradient
