@@ -298,11 +298,12 @@ def test_intra_class_without_two_samples_of_a_class_is_zero_with_zero_gradient(f
     assert np.all(gradient == 0)
 
 
+@pytest.mark.parametrize("value", [0.25, 1234.567])
 @pytest.mark.parametrize("form", FORMS)
-def test_constant_dimension_adds_nothing_but_its_share_of_the_mean(form):
+def test_constant_dimensions_add_nothing_but_their_share_of_the_mean(form, value):
     features = normal((B, D))
-    extended = jnp.column_stack([features, jnp.full(B, 0.25)])
-    share = D * (D - 1) / ((D + 1) * D) if form == "offdiag" else 1
+    extended = jnp.column_stack([features, jnp.full((B, 3), value)])
+    share = D * (D - 1) / ((D + 3) * (D + 2)) if form == "offdiag" else 1
     loss = partial(intra, labels=LABELS, num_classes=C, form=form)
     np.testing.assert_allclose(loss(extended), share * loss(features), rtol=1e-5)
 
