@@ -145,8 +145,9 @@ def _ranking(
     draw_ranks(names, ranked, picture)
     remarks = (
         f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % intervals, by drawing splits and seeds "
-        f"again. P-values are of the differences from {BASELINE}, alone and adjusted by Holm for all methods here. "
-        f"{standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
+        f"again. P-values are of the differences from {BASELINE}, no less than a sign test's, alone and adjusted by "
+        f"Holm for all methods here. {standings.LOCAL}: without a global model, so that GA is the mean of the clients' "
+        "models."
     )
     if len(splits) > 1:
         remarks += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."

@@ -216,6 +216,17 @@ def test_ranks_that_no_draw_changes_have_the_p_value_of_the_sign_test():
     assert ranks(scores, baseline=1).p[0] == 0.5**4
 
 
+@pytest.mark.parametrize("splits", [1, 5, 8])
+def test_a_lost_seed_makes_neither_the_p_value_smaller_nor_the_interval_narrower(splits):
+    scores = np.broadcast_to([[[1.0]], [[0.0]]], (2, splits, 3)).copy()
+    always = ranks(scores, baseline=1)
+    scores[0, 0, 0] = -1.5  # its mean over the seeds is still above
+    once_lost = ranks(scores, baseline=1)
+    assert once_lost.p[0] >= always.p[0] == 0.5 ** ((splits if splits > 1 else 3) - 1)
+    widths = [np.diff(one.over[0]) for one in (always, once_lost)]
+    assert 0 < widths[0] <= widths[1]
+
+
 def test_rank_intervals_of_equal_seeds_are_students():
     scores = np.random.default_rng(0).normal(size=(9, 6, 1)).repeat(3, axis=2)
     split_ranks, ranking = rankdata(-scores[..., 0], axis=0), ranks(scores, baseline=0)
