@@ -63,10 +63,13 @@ class Rows:
 
 
 def _mapped(array: Any) -> tuple[str, int] | None:
-    """The mapped file that holds an array, and the offset where the array begins; None if there is none."""
+    """The mapped file that holds an array, and the offset where the array begins; None if there is none.
+
+    What was written into a map of mode "c" is in memory alone.
+    """
     base = array
     while isinstance(base, np.ndarray) and not isinstance(base.base, mmap.mmap):
         base = base.base
-    if not isinstance(base, np.memmap) or base.filename is None or not array.flags.c_contiguous:
+    if not isinstance(base, np.memmap) or base.filename is None or base.mode == "c" or not array.flags.c_contiguous:
         return None
     return str(base.filename), int(base.offset) + array.ctypes.data - base.ctypes.data

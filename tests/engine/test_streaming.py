@@ -205,6 +205,14 @@ def test_rows_of_a_mapped_file_survive_partial_reads(tmp_path, monkeypatch, numb
         np.testing.assert_array_equal(buffer[: len(numbers)], stored[numbers])
 
 
+def test_what_was_written_into_a_copy_on_write_map_is_read(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((3, 2), np.float32))
+    mapped, buffer = np.load(tmp_path / "x.npy", mmap_mode="c"), np.zeros((2, 2), np.float32)
+    mapped += 5
+    Rows(mapped[1:]).read(np.array([0, 1]), buffer)
+    assert (buffer == 5).all()
+
+
 @pytest.mark.parametrize("truncated", [True, False])
 def test_a_file_that_changes_during_a_run_is_a_user_error(tmp_path, truncated):
     federation, file = toy.federation(), tmp_path / "x.npy"
