@@ -19,6 +19,7 @@ TEST_SHARE = 0.2
 _TESTS = ("test", "validation", "val", "valid")
 _IMAGES = ("image", "img", "x", "pixel_values")
 _LABELS = ("label", "labels", "fine_label", "y", "target")
+_LIBRARIES = ("torchvision", "medmnist")  # which take samples from their arrays as they are
 
 
 def from_huggingface(
@@ -79,9 +80,10 @@ def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: S
 def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset:
     """A data set like those of torchvision and medmnist: it has a length, and `train[i]` is an image and its label.
 
-    Without transforms its arrays (`data` or `imgs`, and `targets` or `labels`) are taken as a whole if they agree with
-    the first sample; else each sample is read once, so that random transforms are drawn only once: leave augmentation
-    to the engine.
+    Where one of these libraries takes the samples from arrays (`data` or `imgs`, and `targets` or `labels`), without
+    transforms, these are taken as a whole if they agree with the first sample. Else, and of a class with a
+    `__getitem__` of its own, each sample is read once, so that random transforms are drawn only once: leave
+    augmentation to the engine.
 
     Args:
       train, test: images are Pillow's, arrays or tensors; class names are taken from `classes` (`info["label"]` for
@@ -107,6 +109,7 @@ def _class_names(part: Any) -> Sequence[str] | None:
 
 def _samples(part: Any) -> tuple[Any, Any]:
     changed = any(getattr(part, key, None) is not None for key in ("transform", "transforms", "target_transform"))
+    changed |= str(getattr(type(part).__getitem__, "__module__", "")).split(".")[0] not in _LIBRARIES
     for keys in () if changed else (("data", "targets"), ("data", "labels"), ("imgs", "labels")):
         try:
             arrays = [np.asarray(getattr(part, key, ())) for key in keys]

@@ -86,14 +86,23 @@ class Items:
         return self.items[i]
 
 
+class Unchanged(Items):
+    """Stands in for a data set whose samples torchvision itself reads."""
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+    __getitem__.__module__ = "torchvision.datasets.mnist"
+
+
 def test_arrays_of_torchvision_and_medmnist_are_taken_as_a_whole():
     images, labels = IMAGES[..., 0], LABELS[:, None]
     unread = [None] * 19  # these items are never read
-    vision = Items(
+    vision = Unchanged(
         [(Pillow.fromarray(IMAGES[0]), LABELS[0]), *unread],
         data=IMAGES, targets=LABELS.tolist(), classes=["cat", "dog"], transform=None,
     )  # fmt: skip
-    medical = Items([(Pillow.fromarray(images[0]), labels[0]), *unread], imgs=images, labels=labels)
+    medical = Unchanged([(Pillow.fromarray(images[0]), labels[0]), *unread], imgs=images, labels=labels)
     vision, medical = fp.from_torch(vision), fp.from_torch(medical)
     assert (vision.class_names, medical.class_names) == (("cat", "dog"), None)
     np.testing.assert_array_equal(medical.x_train, vision.x_train[..., :1])
@@ -102,7 +111,16 @@ def test_arrays_of_torchvision_and_medmnist_are_taken_as_a_whole():
 def test_items_that_differ_from_the_arrays_are_read_one_by_one():
     grey = IMAGES[..., 0]
     pairs = [(Pillow.fromarray(x).convert("RGB"), int(y)) for x, y in zip(grey, LABELS, strict=True)]
-    assert fp.from_torch(Items(pairs, imgs=grey, labels=LABELS[:, None])).x_train.shape == (16, 6, 5, 3)
+    assert fp.from_torch(Unchanged(pairs, imgs=grey, labels=LABELS[:, None])).x_train.shape == (16, 6, 5, 3)
+
+
+def test_samples_that_a_subclass_changes_are_read_one_by_one():
+    class Noisy(Unchanged):
+        def __getitem__(self, i):
+            return self.data[i], int(self.targets[i]) ^ (i == 7)
+
+    noisy = fp.from_torch(*[Noisy(LABELS, data=IMAGES, targets=LABELS)] * 2)
+    np.testing.assert_array_equal(noisy.y_train, LABELS ^ (np.arange(20) == 7))
 
 
 def test_a_data_set_of_medmnist_is_read(tmp_path):
@@ -139,7 +157,7 @@ def test_the_results_of_a_transform_are_kept():
         (x[..., :1].transpose(2, 0, 1) / np.float32(255) - 0.5, int(y)) for x, y in zip(IMAGES, LABELS, strict=True)
     ]
     with pytest.warns(UserWarning, match="channels first"):
-        data = fp.from_torch(Items(pairs, data=IMAGES, targets=LABELS, transform=print), Items(pairs[:4]))
+        data = fp.from_torch(Unchanged(pairs, data=IMAGES, targets=LABELS, transform=print), Items(pairs[:4]))
     assert data.x_train.dtype == np.float32
     np.testing.assert_allclose(data.x_test, IMAGES[:4, ..., :1] / 255 - 0.5, rtol=1e-5, atol=1e-6)
 
@@ -289,4 +307,4 @@ def test_missing_groups_are_named(missing):
 )
 def test_attributes_that_are_no_arrays_are_passed_over(attributes):
     pairs = [(Pillow.fromarray(x), int(y)) for x, y in zip(IMAGES, LABELS, strict=True)]
-    assert len(fp.from_torch(Items(pairs, **attributes)).y_train) == 16
+    assert len(fp.from_torch(Unchanged(pairs, **attributes)).y_train) == 16
