@@ -481,6 +481,12 @@ def test_index_lists_that_do_not_fit_are_refused(arrays, sentence, tmp_path):
     refused(sentence, lambda: partition.partition(str(tmp_path / "bad.npz"), LABELS, LABELS))
 
 
+def test_labels_beside_index_lists_of_ones_own_are_passed_over(tmp_path):
+    np.savez(tmp_path / "own.npz", train_0=np.arange(12), train_1=np.arange(12, 20), labels=LABELS)
+    split = partition.partition(str(tmp_path / "own.npz"), LABELS, LABELS)
+    assert [len(x) for x in split.train] == [12, 8]
+
+
 def test_a_partition_function_receives_only_the_arguments_it_names(folder):
     arguments = {"clients": 4, "seed": 0, "num_classes": 2, "groups": None}
     parts = partition.partition("parts.py:by_hand", LABELS, LABELS, **arguments)

@@ -131,9 +131,9 @@ def _checksums(labels: Sequence[np.ndarray]) -> np.ndarray:
 
 def check_labels(path: str | Path, *labels: np.ndarray) -> None:
     """Raise a UserError if the partition of a file was made for training and test labels other than these."""
-    recorded = read_arrays(path, (LABELS,)).get(LABELS)
-    if recorded is None or np.array_equal(recorded, current := _checksums(labels)):
-        return
+    recorded, current = read_arrays(path, (LABELS,)).get(LABELS), _checksums(labels)
+    if recorded is None or recorded.shape != current.shape or np.array_equal(recorded, current):
+        return  # an array of another shape is not of a run
     made, present = (f"{train} training and {test} test samples" for train, test in (recorded[:, 0], current[:, 0]))
     raise UserError(
         f"{path} was made for other labels ({made}; here are {present}): use the data set, `train_samples`, "
