@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from fedjax_pcdd import models
 from fedjax_pcdd.api.runs import warn
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images, count_classes, largest_groups
+from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images, as_labels, count_classes, largest_groups
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, shortened
 from fedjax_pcdd.methods import Traits
@@ -68,7 +68,7 @@ def from_arrays(
     Args:
       x_train: images [n, H, W, channels] or [n, H, W], or feature vectors [n, D], which become images [n, 1, D, 1].
         Integer images in [0, 255] reach the model scaled to [0, 1], all other numbers as they are, as float32.
-      y_train: [n] integers in [0, C).
+      y_train: [n] integers in [0, C), or floats that are such.
       x_test, y_test: the same for the test samples.
       name: selects the customary normalisation ("cifar10", "svhn", ...); for other names images are scaled to [0, 1].
       num_classes: C; None for the number of names, or without names for one more than the largest label.
@@ -82,7 +82,7 @@ def from_arrays(
     >>> points.x_train.shape, points.x_train.ravel().tolist()
     ((2, 1, 2, 1), [0.0, 1.0, 0.5, 0.25])
     """
-    y_train, y_test = _labels(y_train, "y_train"), _labels(y_test, "y_test")
+    y_train, y_test = as_labels(y_train, "y_train"), as_labels(y_test, "y_test")
     if not isinstance(class_names, Sequence | np.ndarray | None) or isinstance(class_names, str):
         raise UserError(f"must be a list of names, not {shortened(class_names)}.", field="class_names")
     names = None if class_names is None else tuple(map(str, class_names))
@@ -91,8 +91,6 @@ def from_arrays(
             raise UserError(f"a label is {largest}: number the classes from 0, or give `num_classes`.")
         labels = np.concatenate([y_train.astype(int), y_test.astype(int)])
         num_classes = count_classes(labels) if names is None else max(len(names), largest + 1)
-    if not isinstance(num_classes, int | np.integer) or num_classes < 1:
-        raise UserError(f"must be an integer from 1, not {shortened(num_classes)}.", field="num_classes")
     images = as_images(x_train, "x_train"), as_images(x_test, "x_test")
     if not len(images[0]):
         raise UserError("x_train holds no samples: give at least one.")
@@ -106,20 +104,6 @@ def _as_groups(groups: ArrayLike) -> np.ndarray:
     """Groups [n]; names that pandas keeps as objects become texts."""
     array = np.asarray(groups)
     return array.astype(str) if array.dtype == object and all(isinstance(g, str) for g in array.flat) else array
-
-
-def _labels(y: ArrayLike, name: str) -> np.ndarray:
-    """Labels [n]; UserError if they are not integers from 0."""
-    try:
-        labels = np.asarray(y)
-    except ValueError as error:  # rows of different lengths
-        raise UserError(f"{name} must be one integer from 0 for each sample.") from error
-    labels = labels.astype(int) if not labels.size else labels
-    if labels.ndim != 1 or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
-        description = f"{labels.dtype} {list(labels.shape)}"
-        lowest = f" from {labels.min()}" if labels.ndim == 1 and labels.dtype.kind in "iu" else ""
-        raise UserError(f"{name} must be one integer from 0 for each sample, [n], not {description}{lowest}.")
-    return labels
 
 
 def partition(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from fedjax_pcdd.data.dataset import Dataset, as_images, count_classes, stratified
+from fedjax_pcdd.data.dataset import Dataset, as_images, as_labels, count_classes, stratified
 from fedjax_pcdd.errors import UserError, as_path, in_one_line, is_there, nearest, shortened, unreadable
 
 TEST_SHARE = 0.2
@@ -274,6 +274,4 @@ def _labels(labels: Sequence[Any]) -> np.ndarray:
     y = np.asarray(rows) if rows else np.zeros((0, 1), int)
     if y.dtype.kind in "iu" and y.size and y.min() < 0:
         raise UserError(f"labels must be integers from 0, not from {y.min()}: leave out samples without a label.")
-    if y.ndim != 2 or y.shape[1] != 1 or y.dtype.kind not in "iu":
-        raise UserError(f"labels must be one integer from 0 for each sample, not {y.dtype} {list(y.shape)}.")
-    return y[:, 0]
+    return as_labels(y[:, 0] if y.shape[1] == 1 else y, "the array of labels")

@@ -57,6 +57,8 @@ class Dataset:
     def __post_init__(self):
         if not isinstance(self.name, str):
             raise UserError(f"of a data set must be a text, not {shortened(self.name)}.", field="name")
+        if not isinstance(self.num_classes, int | np.integer) or self.num_classes < 1:
+            self._reject(f"num_classes must be an integer from 1, not {shortened(self.num_classes)}")
         for part in ("train", "test"):
             self._check(part)
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
@@ -68,6 +70,8 @@ class Dataset:
                 f"x_train is kept as {self.x_train.dtype} and x_test as {self.x_test.dtype} (integers up to 255, but "
                 "not 0 and 1 alone, as uint8, other numbers as float32): give both as floats, or as uint8"
             )
+        if self.x_train.dtype == np.uint8 and not self.text and _is_binary(self.x_train, self.x_test):
+            self._reject("all images are 0 or 1 in uint8, which would be divided by 255: give them as float32")
         if (self.groups_train is None) != (self.groups_test is None):
             self._reject("groups must be given for both training and test samples or for neither")
         if self.class_names is not None and len(self.class_names) != self.num_classes:
@@ -80,12 +84,15 @@ class Dataset:
 
     def _check(self, part: str):
         x, y, groups = (getattr(self, f"{field}_{part}") for field in ("x", "y", "groups"))
+        own = f"data set '{self.name}'"
+        _check_unmasked(x, f"{own}: x_{part}")
+        _check_unmasked(y, f"{own}: y_{part}")
         if not (hasattr(x, "dtype") and hasattr(x, "ndim")):
             self._reject(f"x_{part} must be a NumPy array, not a {type(x).__name__}: see `fp.from_arrays`")
         if x.dtype not in (np.uint8, np.float32) or x.ndim != 4:
             self._reject(f"x_{part} must be uint8 or float32 [n, H, W, channels], not {x.dtype} {list(x.shape)}")
-        if x.dtype == np.float32 and not isinstance(x, np.memmap) and not np.isfinite(x.sum(dtype=np.float64)):
-            self._reject(f"x_{part} holds numbers that are not finite: replace or remove these samples")
+        if not isinstance(x, np.memmap):
+            _check_finite(x, f"{own}: x_{part}")
         y = np.asarray(y)
         if y.shape != (len(x),):
             self._reject(
@@ -128,8 +135,9 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
       name: of the array, for messages.
 
     Raises:
-      UserError: `x` holds something else, or numbers that are not finite.
+      UserError: `x` holds something else, masked numbers, or such as are not finite as float32.
     """
+    _check_unmasked(x, name)
     try:
         x = np.asarray(x)
     except ValueError as error:
@@ -137,17 +145,46 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
     if x.dtype.kind not in "biuf" or x.ndim not in (2, 3, 4) or not all(x.shape[1:]):
         layouts = "[n, D], [n, H, W] or [n, H, W, channels]"
         raise UserError(f"{name} must be numbers {layouts}, not {x.dtype} {list(x.shape)}.")
-    x = x.astype(np.uint8 if _has_levels(x, name) else np.float32, copy=False)
-    with np.errstate(invalid="ignore"):  # infinite numbers of both signs
-        is_finite = x.dtype == np.uint8 or np.isfinite(x.sum(dtype=np.float64))  # without an array beside the images
-    if not is_finite:
-        raise UserError(f"{name} holds numbers that are not finite: replace or remove these samples.")
+    x = x.astype(np.uint8, copy=False) if _has_levels(x, name) else _as_single(x, name)
+    _check_finite(x, name)
     if x.ndim == 4 and x.shape[1] in (1, 3, 4) and x.shape[3] not in (1, 2, 3, 4):
         warnings.warn(f"{name} {list(x.shape)} has its channels first: they are put last.", stacklevel=3)
         return np.ascontiguousarray(np.moveaxis(x, 1, 3))
     if x.ndim == 2:
         return x[:, None, :, None]
     return x if x.ndim == 4 else x[..., None]
+
+
+def _as_single(x: np.ndarray, name: str) -> np.ndarray:
+    """Numbers as float32; UserError if some are too large for it."""
+    try:
+        with np.errstate(over="raise"):
+            return x.astype(np.float32, copy=False)
+    except FloatingPointError:
+        raise UserError(f"{name} holds numbers beyond the range of float32, 3.4e38: scale them down.") from None
+
+
+def _check_unmasked(array: ArrayLike, name: str) -> None:
+    """Raise a UserError if entries of an array are masked."""
+    if np.ma.is_masked(array):
+        raise UserError(f"{name} has masked entries, which would count like all others: fill or remove them.")
+
+
+def _check_finite(x: np.ndarray, name: str) -> None:
+    """Raise a UserError if samples [n, ...] of uint8 or float32 hold numbers that are not finite."""
+    with np.errstate(invalid="ignore"):  # infinite numbers of both signs
+        if x.dtype == np.uint8 or np.isfinite(x.sum(dtype=np.float64)):  # without an array beside the images
+            return
+    affected = np.flatnonzero([not np.isfinite(sample).all() for sample in x])
+    where = f"in {len(affected)} of {len(x)} samples, first in sample {affected[0]}"
+    raise UserError(f"{name} holds numbers that are not finite as float32 {where}: replace or remove these samples.")
+
+
+def _is_binary(*parts: np.ndarray) -> bool:
+    """Whether images of uint8 are 0 or 1, and some 1; mapped ones, of any size, are not looked at."""
+    if any(isinstance(x, np.memmap) or x[:LOOKED_AT].max(initial=0) > 1 for x in parts):
+        return False
+    return max(x.max(initial=0) for x in parts) == 1
 
 
 def _has_levels(x: np.ndarray, name: str) -> bool:
@@ -172,6 +209,39 @@ def _has_levels(x: np.ndarray, name: str) -> bool:
         )
         return False
     return bool(high > 1)
+
+
+def as_labels(y: ArrayLike, name: str) -> np.ndarray:
+    """Labels [n] as integers, also from floats that are whole numbers.
+
+    Raises:
+      UserError: they are something else, negative or masked; tells how to make integers of them.
+    """
+    _check_unmasked(y, name)
+    try:
+        labels = np.asarray(y)
+    except ValueError as error:  # rows of different lengths
+        raise UserError(f"{name} must be one integer from 0 for each sample.") from error
+    if labels.dtype.kind == "f" and labels.ndim == 1:
+        with np.errstate(invalid="ignore"):
+            whole = labels.astype(np.int64)
+        labels = whole if np.array_equal(whole, labels) else labels
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
+        actual = f"{labels.dtype} {list(labels.shape)}{_remedy(labels)}"
+        raise UserError(f"{name} must be one integer from 0 for each sample, [n], not {actual}.")
+    return labels
+
+
+def _remedy(y: np.ndarray) -> str:
+    """The end of a sentence about labels that are not [n] integers from 0: how they become so."""
+    if y.ndim == 2:
+        return ": take .ravel() of it" if y.shape[1] == 1 else ": if it is one-hot, take .argmax(1) of it"
+    if y.dtype.kind in "iu" and y.ndim == 1:
+        return f" from {y.min()}"
+    number = "number all labels, of training and test samples, by np.unique(y, return_inverse=True)[1]"
+    remedies = {"b": "take .astype(int) of it", "f": "leave out samples whose label is no whole number"}
+    remedy = (remedies | dict.fromkeys("USO", number)).get(y.dtype.kind)
+    return f": {remedy}" if remedy and y.ndim == 1 else ""
 
 
 def count_classes(y: np.ndarray) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images, count_classes
+from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images, as_labels, count_classes
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, failed_write, in_one_line, is_there, shortened
 
@@ -138,9 +138,7 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
         if not isinstance(samples, list | tuple) or len(samples) not in (2, 4):
             raise UserError(f"client {k} must be (x_train, y_train, x_test, y_test), not {shortened(samples)}.")
         for part, (x, y) in zip(_PARTS, (samples[:2], samples[2:] or ((), ())), strict=True):
-            y = np.asarray(y)
-            if y.ndim != 1:
-                raise UserError(f"the {part} labels of client {k} must be integers [n], not {shortened(y)}.")
+            y = as_labels(y, f"the array of {part} labels of client {k}")
             sizes[part].append(len(y))
             if not len(y) and np.size(x):
                 raise UserError(f"the {part} samples of client {k} have no labels: give one for each.")
@@ -148,8 +146,8 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
                 continue
             given, is_image = np.asarray(x).dtype, np.ndim(x) > 2
             x, is_integer = as_images(x, f"the {part} samples of client {k}"), given.kind in "iu"
-            if y.dtype.kind not in "iu" or y.shape != (len(x),) or not 0 <= y.min() <= y.max() < 2**31:
-                raise UserError(f"the {part} labels of client {k} must be {len(x)} integers from 0.")
+            if y.shape != (len(x),) or y.max() >= 2**31:
+                raise UserError(f"the {part} labels of client {k} must be {len(x)} integers below 2**31.")
             if given == np.uint8 and is_image:  # one client's images may be black; those of all are looked at below
                 x, brightest = x.astype(np.uint8), max(brightest, int(x.max()))
             files = files or _opened(folder, x, opened)

@@ -16,7 +16,7 @@ from typing import IO
 import numpy as np
 
 from fedjax_pcdd.data import text
-from fedjax_pcdd.data.dataset import Dataset, Keep, as_groups, as_images, count_classes, keep_all
+from fedjax_pcdd.data.dataset import Dataset, Keep, as_groups, as_images, as_labels, count_classes, keep_all
 from fedjax_pcdd.data.memory import check_memory
 from fedjax_pcdd.data.unpacked import unpacked
 from fedjax_pcdd.errors import UserError, check_file, in_one_line, unreadable
@@ -211,10 +211,7 @@ def _single(x: np.ndarray) -> np.ndarray:
 def _labels(archive: Archive, part: str) -> np.ndarray:
     if f"y_{part}" not in archive.names:
         raise UserError(f"y_{part} is missing; it needs x_train, y_train, x_test and y_test.")
-    y = archive.read(f"y_{part}")
-    if y.dtype.kind not in "iu" or y.ndim != 1:
-        raise UserError(f"y_{part} must be integers [n], not {y.dtype} {list(y.shape)}.")
-    return y
+    return as_labels(archive.read(f"y_{part}"), f"y_{part}")
 
 
 def _groups(archive: Archive, n_train: int, n_test: int) -> Arrays | None:
@@ -241,7 +238,7 @@ def _classes(archive: Archive, y: np.ndarray) -> tuple[tuple[str, ...] | None, i
             raise UserError(f"its labels must run from 0 to C - 1, not from {low} to {high}.")
         return None, count_classes(y)
     classes = archive.read("classes")
-    if classes.ndim != 1 or low < 0 or high >= len(classes):
+    if classes.ndim != 1 or high >= len(classes):
         raise UserError(f"its labels run from {low} to {high}, but classes has shape {list(classes.shape)}.")
     try:
         return tuple(classes.astype(str).tolist()), len(classes)

@@ -81,6 +81,14 @@ def test_npz_arrays_come_back_unchanged(tmp_path):
     assert (dataset.name, dataset.num_classes, dataset.class_names) == ("mine", 3, None)
 
 
+def test_labels_may_be_floats_that_are_whole_numbers(tmp_path):
+    arrays = random_arrays()
+    loaded = store_and_load(tmp_path, arrays | {"y_train": arrays["y_train"].astype(float)})
+    x, y = arrays["x_train"], arrays["y_train"].tolist()
+    for data in (loaded, fp.from_arrays(x, list(map(float, y)), x[:0], [])):
+        assert (data.y_train.dtype, data.y_train.tolist()) == (np.int32, y)
+
+
 def test_grey_images_without_channel_axis_get_one(tmp_path):
     assert store_and_load(tmp_path, random_arrays(shape=(5, 4))).x_train.shape == (12, 5, 4, 1)
 
@@ -139,10 +147,12 @@ BROKEN = {
     "flat images": ({"x_test": np.zeros((6, 60), np.uint8)}, "differ in image size"),
     "no images": ({"x_train": np.zeros((0, 5, 4, 3), np.uint8), "y_train": np.zeros(0, int)}, "non-empty"),
     "other size": ({"x_test": np.zeros((6, 9, 4, 3), np.uint8)}, "differ in image size"),
-    "float labels": ({"y_train": np.zeros(12)}, "y_train must be integers"),
+    "float labels": ({"y_train": np.full(12, 0.5)}, "y_train must be one integer .* not float64 .12.: leave out"),
+    "one-hot labels": ({"y_train": np.eye(3)[np.arange(12) % 3]}, r"y_train must be .* take \.argmax\(1\) of it"),
+    "numbers beyond float32": ({"x_train": np.full((12, 5, 4, 3), 1e300)}, "x_train holds numbers beyond the range of"),
     "too few labels": ({"y_test": np.zeros(5, int)}, "y_test must be integers"),
     "labels from 1": ({"y_train": np.arange(12) % 3 + 1, "y_test": np.arange(6) % 3 + 1}, "from 1 to 3"),
-    "negative labels": ({"y_train": np.arange(12) % 3 - 1}, "from -1 to 2"),
+    "negative labels": ({"y_train": np.arange(12) % 3 - 1}, r"y_train must be .* not int64 \[12\] from -1"),
     "absurd labels": ({"y_train": np.arange(12) * 2**40}, "not from 0 to"),
     "too few classes": ({"classes": np.array(["a", "b"])}, r"classes has shape \[2\]"),
     "short groups": ({"writer_train": np.zeros(11, int), "writer_test": np.zeros(6, int)}, "writer_train"),
