@@ -245,13 +245,15 @@ def _remedy(y: np.ndarray) -> str:
 
 
 def count_classes(y: np.ndarray) -> int:
-    """C, one more than the largest of all labels [n]; warns if class 0 or most classes have no sample."""
-    count, present = 1 + int(y.max(initial=0)), len(np.unique(y))
-    if y.size and y.min() == 1:
-        warnings.warn("the labels begin at 1, so that class 0 has no sample: number classes from 0.", stacklevel=3)
-    if 0 < present < count / 2:
+    """C, one more than the largest of all labels [n]; warns if classes have no sample."""
+    count, present = 1 + int(y.max(initial=0)), np.unique(y)
+    if 0 < len(present) < count:
+        absent = np.setdiff1d(np.arange(min(count, len(present) + 3)), present)[:3].tolist()
+        more = ", ..." if count - len(present) > len(absent) else ""
         warnings.warn(
-            f"the labels name {present} of {count} classes: number them from 0 without gaps, or name all classes.",
+            f"the labels lack {count - len(present)} of {count} classes ({str(absent)[1:-1]}{more}): number "
+            "all labels from 0 without gaps, as np.unique(y, return_inverse=True)[1] does, or name all classes if some "
+            "may be absent.",
             stacklevel=3,
         )
     return count

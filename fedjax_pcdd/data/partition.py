@@ -7,6 +7,7 @@ index and no global state is touched.
 
 import inspect
 import random
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -230,15 +231,19 @@ def pcdd(
     train, test = _positions(y_train, num_classes), _positions(y_test, num_classes)
     if classes_per_client == num_classes:
         return iid(y_train, y_test, clients=clients, seed=seed)
-    owned = _assign_classes(clients, classes_per_client, num_classes, seed)
+    owned = _assign_classes(clients, classes_per_client, train, seed)
     dealt = _deal(train, owned, rng)
     if doubled:
         dealt = Lists.of([np.concatenate(pair) for pair in zip(dealt, _deal(train, owned, rng), strict=True)])
     return Partition(dealt, _deal(test, owned, rng))
 
 
-def _assign_classes(clients: int, classes_per_client: int, num_classes: int, seed: int) -> list[list[int]]:
-    """Classes of each of the K clients: dealt in order until every class has an owner, then at random, none twice."""
+def _assign_classes(clients: int, classes_per_client: int, train: list[np.ndarray], seed: int) -> list[list[int]]:
+    """Classes of each of the K clients: dealt in order until every class has an owner, then at random, none twice.
+
+    A warning names clients that own only classes without a sample in `train`, the samples of each of the C classes.
+    """
+    num_classes = len(train)
     if not 1 <= classes_per_client <= num_classes:
         raise UserError(f"`classes_per_client` must lie in [1, {num_classes}], not {classes_per_client}.")
     if clients * classes_per_client < num_classes:
@@ -255,6 +260,13 @@ def _assign_classes(clients: int, classes_per_client: int, num_classes: int, see
             while c is None or c in client_classes:
                 c = rng.randint(0, num_classes - 1)
             client_classes[c] = None
+    idle = [k for k, client_classes in enumerate(owned) if not any(len(train[c]) for c in client_classes)]
+    if idle:
+        warnings.warn(
+            f"{len(idle)} of {clients} clients, the first of them client {idle[0]}, get only classes without training "
+            "samples: number classes from 0 without gaps, or choose another partition.",
+            stacklevel=4,
+        )
     return list(map(list, owned))
 
 
@@ -298,7 +310,7 @@ def extended_dirichlet(
     _check_beta(beta)
     splits = [_positions(y, num_classes) for y in (y_train, y_test)]
     owned = np.zeros((num_classes, clients), bool)
-    for k, client_classes in enumerate(_assign_classes(clients, classes_per_client, num_classes, seed)):
+    for k, client_classes in enumerate(_assign_classes(clients, classes_per_client, splits[0], seed)):
         owned[client_classes, k] = True
     shares = [np.zeros((num_classes, clients), np.int64) for _ in splits]
     for c, owners in enumerate(owned):

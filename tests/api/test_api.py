@@ -468,6 +468,7 @@ def test_private_numbers_on_another_scale_than_public_images_are_warned_of(tmp_p
     assert (sentence in {str(w.message) for w in caught}) == warned
 
 
+@pytest.mark.filterwarnings("ignore:the labels lack")
 def test_classes_are_counted_over_training_and_test_labels():
     for train, test in (([0, 4], [1]), ([0, 1], [4])):
         assert fp.from_arrays([[0.0], [1.0]], train, [[0.5]], test).num_classes == 5

@@ -180,7 +180,7 @@ MISTAKES = {
         "2 clients need as many validation lists, not 'few'",
     ),
     "no samples": (lambda: fp.from_arrays(X[:0], Y[:0], X, Y), "x_train holds no samples"),
-    "samples of several sizes": (lambda: fp.from_arrays([[1], [1, 2]], [0, 1], X, Y), "x_train holds samples of sev"),
+    "samples of several sizes": (lambda: fp.from_arrays([[1], [1, 2]], [0, 1], X, Y % 2), "x_train holds samples of s"),
     "labels as numbers with a point": (lambda: fp.from_arrays(X, Y + 0.5, X, Y), "leave out samples whose label is no"),
     "labels beyond integers": (lambda: fp.from_arrays(X, Y + 1e300, X, Y), "y_train must be one integer"),
     "labels one-hot": (lambda: fp.from_arrays(X, np.eye(3)[Y], X, Y), "[60, 3]: if it is one-hot, take .argmax(1)"),
@@ -389,12 +389,14 @@ def test_too_few_labels_are_refused_with_their_number():
 
 
 def test_labels_that_begin_at_one_give_a_warning():
-    with pytest.warns(UserWarning, match="the labels begin at 1, so that class 0 has no sample"):
+    with pytest.warns(UserWarning, match=r"the labels lack 1 of 4 classes \(0\): number all labels from 0"):
         assert fp.from_arrays(X, Y + 1, X, Y + 1).num_classes == 4
 
 
 def test_labels_with_gaps_give_a_warning_unless_num_classes_is_given():
-    with pytest.warns(UserWarning, match="the labels name 3 of 201 classes"):
+    with pytest.warns(UserWarning, match=r"the labels lack 1 of 4 classes \(1\)"):
+        fp.from_arrays(X, Y + (Y > 0), X, Y * 0)
+    with pytest.warns(UserWarning, match=r"the labels lack 198 of 201 classes \(1, 2, 3, \.\.\.\)"):
         assert fp.from_arrays(X, 100 * Y, X, 100 * Y).num_classes == 201
     assert fp.from_arrays(X, 100 * Y, X, 100 * Y, num_classes=201).num_classes == 201
 

@@ -288,12 +288,21 @@ def test_following_leaves_out_test_samples_of_a_class_that_nobody_trains_on():
     assert [indices.tolist() for indices in test_lists] == [[1], [2]]
 
 
+@pytest.mark.filterwarnings("ignore:.*only classes without training samples")
 @pytest.mark.parametrize("name", PARTITIONS)
 @pytest.mark.parametrize("test_samples", [0, 50])
 def test_classes_without_samples_and_empty_test_sets_are_partitioned(name, test_samples):
     train, test = balanced(400), balanced(test_samples)
     split = partition(name, train, test, **{**OPTIONS, "num_classes": 25}, seed=0, groups=(train, test))
     assert_partition(split, train, test, 10)
+
+
+@pytest.mark.parametrize("name", ["pcdd", "extended_dirichlet"])
+def test_clients_that_own_only_classes_without_samples_are_warned_of(name):
+    labels = np.array([0, 1, 2, 4, 7] * 8)
+    with pytest.warns(UserWarning, match="3 of 8 clients, the first of them client 3, get only classes without"):
+        split = partition(name, labels, labels, num_classes=8, clients=8, classes_per_client=1, seed=0)
+    assert [k for k, indices in enumerate(split.train) if not len(indices)] == [3, 5, 6]
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
