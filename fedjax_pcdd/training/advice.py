@@ -41,7 +41,10 @@ def too_few(config: RunConfig, federation: Federation) -> list[str]:
 
 
 def twice(federation: Federation) -> list[str]:
-    """A sentence if a client has a sample twice, as in lists of labels, and samples are not dealt equally often."""
+    """A sentence if a client has a sample twice, as in lists of labels, or several clients share some.
+
+    There is none if all samples are dealt twice.
+    """
     lists = Lists.of(federation.partition.train)
     dealt = np.bincount(lists.flat)
     if set(dealt[dealt > 0]) == {2}:  # as by `doubled`
@@ -49,9 +52,14 @@ def twice(federation: Federation) -> list[str]:
     owners = np.repeat(np.arange(len(lists)), lists.sizes)
     order = np.lexsort((lists.flat, owners))
     again = (np.diff(lists.flat[order]) == 0) & (np.diff(owners[order]) == 0)
-    first = int(owners[order][1:][again][0]) if again.any() else None
-    end = "which then counts as often: correct the lists, unless that is meant."
-    return [] if first is None else [f"`partition` gives client {first} a sample more than once, {end}"]
+    end = "correct the lists, unless that is meant."
+    if again.any():
+        first = int(owners[order][1:][again][0])
+        return [f"`partition` gives client {first} a sample more than once, which then counts as often: {end}"]
+    shared = np.flatnonzero(dealt > 1)
+    return [
+        f"`partition` gives samples to several clients ({len(shared)} in all, as sample {n}): {end}" for n in shared[:1]
+    ]
 
 
 def only_tested(dataset: Dataset) -> list[str]:
