@@ -43,7 +43,8 @@ READING = """## How to read it
   refute a claim: `full`, for the table whose network is small enough for a CPU, and `gpu`, mostly ResNet18. Between
   them lie `mid`, a residual network with batch norm on 10 000 images for 50 rounds of 5 epochs, and `long`, the small
   network on all images for 100 rounds of 10 epochs. At `mid` each method runs on the splits of its own claims: FedMR
-  and its rivals where classes are cut, FedGELA and its rivals on Dirichlet(0.1) of CIFAR-10.
+  and its rivals where classes are cut, FedGELA and its rivals on Dirichlet(0.1) of CIFAR-10; on the other's splits as
+  far as the plan has got (rows without a number of the paper).
 - **Accuracies** are in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on
   the test data as in the papers, which flatters every number; the mean of the last ten rounds is not chosen. PA of a
   method without a personal model is that of the fine-tuned global model, its mean of the last ten that of the local

@@ -81,7 +81,9 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     arguments = _taken(name, function, available)
     if function in OWN.values():
         return function(**arguments)
-    result, again = (checked(_called(name, function, arguments), y_train, y_test, name) for _ in range(2))
+    result = checked(_called(name, function, arguments), y_train, y_test, name)
+    with warnings.catch_warnings(action="ignore"):  # said already
+        again = checked(_called(name, function, arguments), y_train, y_test, name)
     for one, other in zip(result, again, strict=True):
         if not (np.array_equal(one.flat, other.flat) and np.array_equal(one.sizes, other.sizes)):
             raise UserError(f"{name} gives other lists each time, so that no run could be resumed: draw by `seed`.")
