@@ -41,7 +41,7 @@ def test_a_restored_history_goes_on_as_if_not_interrupted():
 
 def test_a_row_is_encoded_once_however_many_checkpoints_follow(monkeypatch):
     encoded = []
-    monkeypatch.setattr(metrics.json, "dumps", lambda value: encoded.append(value) or "{}")
+    monkeypatch.setattr(metrics.json, "dumps", lambda value, **_: encoded.append(value) or "{}")
     history = new_history(3)
     for round in range(1, 9):
         add_rounds(history, [round])
