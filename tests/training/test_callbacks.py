@@ -305,7 +305,7 @@ def test_a_run_is_loaded_although_it_removes_the_checkpoint_that_is_being_read(s
         return restore(self, *templates) if len(tries) > 1 else None
 
     monkeypatch.setattr(Checkpoints, "restore", restore_too_late)
-    with Lock.take(stopped / "lock") if going_on else pytest.raises(fp.UserError, match="no checkpoint left"):
+    with Lock.take(stopped / "lock") if going_on else pytest.raises(fp.UserError, match="checkpoints are gone"):
         assert len(fp.load_run(stopped).rows) > 0
     assert len(tries) == 1 + going_on
 
