@@ -84,7 +84,7 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     result = checked(_called(name, function, arguments), y_train, y_test, name)
     with warnings.catch_warnings(action="ignore"):  # said already
         again = checked(_called(name, function, arguments), y_train, y_test, name)
-    for one, other in zip(result, again, strict=True):
+    for one, other in zip(map(Lists.of, result), map(Lists.of, again), strict=True):
         if not (np.array_equal(one.flat, other.flat) and np.array_equal(one.sizes, other.sizes)):
             raise UserError(f"{name} gives other lists each time, so that no run could be resumed: draw by `seed`.")
     num_lists, expected = len(result.train), arguments.get("clients", requested)
