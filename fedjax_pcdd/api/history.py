@@ -17,7 +17,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.simulation import Simulation
-from fedjax_pcdd.errors import UserError, as_path, nearest, shortened, writing
+from fedjax_pcdd.errors import UserError, as_path, at_once, nearest, shortened, writing
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.methods.own_layers import without_own_layers
 from fedjax_pcdd.training.config import RunConfig
@@ -138,7 +138,8 @@ class History(TrainedModels):
         metadata = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
         with writing(path, "another path"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(save(arrays, metadata | {"summary": json.dumps(self.summary)}))
+        with at_once(path, "another path") as temporary:
+            temporary.write_bytes(save(arrays, metadata | {"summary": json.dumps(self.summary)}))
         return path
 
     def plot(self, ax: Any = None, *, what: str | None = None, label: str | None = None, **style: Any) -> Any:

@@ -179,7 +179,7 @@ class Sweep:
     def _claimed(self, name: str, claims: ExitStack, bar: SweepBar) -> Asked | None:
         """Claim an experiment and return what remains to be run; None if another process runs it or has ended it."""
         try:
-            if name in self._waiting:
+            if name in self._waiting and self._path(name).is_dir():
                 Lock.take(self._path(name) / LOCK, wait=0).release()
             claims.enter_context(Lock.take(_claim(self._path(name)), wait=0))
         except InUse:

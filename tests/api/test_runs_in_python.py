@@ -179,6 +179,8 @@ def test_weights_are_saved_as_safetensors(uninterrupted, tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     arrays = safetensors.load_file(uninterrupted.save(tmp_path / "w.safetensors"))
     np.testing.assert_array_equal(arrays["params.head.kernel"], uninterrupted.variables["params"]["head"]["kernel"])
+    with pytest.raises(fp.UserError, match=r"cannot write to .*: choose another path\.$"):
+        uninterrupted.save(tmp_path / f"{'long' * 100}.safetensors")
     with pytest.raises(fp.UserError, match="safetensors"):
         uninterrupted.save(tmp_path / "w.npz")
 

@@ -399,7 +399,8 @@ def test_a_failed_experiment_that_is_tried_again_counts_as_running(tmp_path):
     assert sweep_of_one(tmp_path).standings()[0].state == "failed"
 
 
-def test_an_experiment_whose_folder_a_single_run_has_open_is_waited_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("removed", [False, True])
+def test_an_experiment_whose_folder_a_single_run_has_open_is_waited_for(tmp_path, monkeypatch, removed):
     tried, told, pauses, real_run = [], [], [], sweep_folder.run
 
     def run(config, *args, **options):
@@ -410,6 +411,8 @@ def test_an_experiment_whose_folder_a_single_run_has_open_is_waited_for(tmp_path
         pauses.append(seconds)
         if len(pauses) == 3:
             outside.release()
+            if removed:
+                (tmp_path / "s0").rmdir()
 
     monkeypatch.setattr(sweep_folder, "run", run)
     monkeypatch.setattr(sweep_folder, "time", SimpleNamespace(sleep=pause))
