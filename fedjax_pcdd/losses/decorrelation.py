@@ -61,9 +61,10 @@ def batch_decorrelation(features: Array, *, form: str = "offdiag", mask: Mask = 
 def _standardised(features, labels, num_classes, mask, *, unbiased, epsilon):
     """Features [B, D] standardised inside each sample's own class, and the classes of two samples or more; else 0."""
     features = precise(features)
-    # Relative to a sample, so that a constant dimension is exactly 0 however its means are rounded.
-    features = features - jax.lax.stop_gradient(jnp.where(True if mask is None else mask[0], features[0], 0))
     members = membership(labels, num_classes, mask, features.dtype)
+    # Relative to a sample of the class, so that a dimension constant in it is exactly 0 however its mean is rounded.
+    first = jnp.argmax(members.of_classes, axis=1)
+    features = features - jax.lax.stop_gradient(features[first[labels]])
     # Classes with fewer than two samples are removed here, so nothing divides by n_c - 1 = 0 from here on.
     members = members.only(members.counts >= 2)
     features = jnp.where(members.any[:, None], features, 0)

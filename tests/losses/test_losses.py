@@ -298,11 +298,12 @@ def test_intra_class_without_two_samples_of_a_class_is_zero_with_zero_gradient(f
     assert np.all(gradient == 0)
 
 
+@pytest.mark.parametrize("step", [0, 1234.567])
 @pytest.mark.parametrize("value", [0.25, 1234.567])
 @pytest.mark.parametrize("form", FORMS)
-def test_constant_dimensions_add_nothing_but_their_share_of_the_mean(form, value):
+def test_dimensions_constant_in_each_class_add_nothing_but_their_share_of_the_mean(form, value, step):
     features = normal((B, D))
-    extended = jnp.column_stack([features, jnp.full((B, 3), value)])
+    extended = jnp.column_stack([features, jnp.full((B, 3), value) + step * LABELS[:, None]])
     share = D * (D - 1) / ((D + 3) * (D + 2)) if form == "offdiag" else 1
     loss = partial(intra, labels=LABELS, num_classes=C, form=form)
     np.testing.assert_allclose(loss(extended), share * loss(features), rtol=1e-5)
