@@ -112,11 +112,18 @@ class MLflow(Logger):
             if last is None:
                 self._client.log_params({name: str(value) for name, value in config.items()})
                 noted.write_text(f"{self._run.info.run_id}\n", encoding="utf-8")
+            self._newest = -1 if last is None else self._newest_round()
+
+    def _newest_round(self) -> int:
+        """The last round that MLflow has; a resumed run repeats those since its checkpoint, and MLflow would add them."""
+        history, run = self._client.MlflowClient().get_metric_history, self._run
+        return max((point.step for name in run.data.metrics for point in history(run.info.run_id, name)), default=-1)
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
-        """Log all scalars at once."""
-        with reaching("mlflow"):
-            self._client.log_metrics(dict(values), step=round, run_id=self._run.info.run_id)
+        """Log all scalars at once, unless MLflow has this round."""
+        if round > self._newest:
+            with reaching("mlflow"):
+                self._client.log_metrics(dict(values), step=round, run_id=self._run.info.run_id)
 
     def on_end(self, run: Run) -> None:
         """End the run."""

@@ -195,22 +195,33 @@ def test_saved_weights_of_a_client_are_its_personal_ones(federation, tmp_path):
         np.testing.assert_array_equal(arrays["params.head.kernel"], kernel)
 
 
-def test_mlflow_gets_the_options_and_the_scalars_over_rounds(tmp_path, monkeypatch):
-    calls = []
-    active_run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+def test_mlflow_gets_the_options_and_the_scalars_of_each_round_once(tmp_path, monkeypatch):
+    calls, metrics = [], {}
+
+    def log_metrics(values, step, run_id):
+        calls.append((step, values))
+        for name in values:
+            metrics.setdefault((run_id, name), []).append(types.SimpleNamespace(step=step))
+
+    def start_run(**options):
+        calls.append(("start", options["run_id"]))
+        data = types.SimpleNamespace(metrics={name: 0.5 for _, name in metrics})
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"), data=data)
+
+    client = types.SimpleNamespace(get_metric_history=lambda run_id, name: metrics[run_id, name])
     mlflow = types.SimpleNamespace(
-        start_run=lambda **options: calls.append(("start", options["run_id"])) or active_run,
-        log_params=lambda values: calls.append(("params", values)),
-        log_metrics=lambda values, step, run_id: calls.append((step, values)), end_run=calls.append,
+        start_run=start_run, log_params=lambda values: calls.append(("params", values)),
+        log_metrics=log_metrics, end_run=calls.append, MlflowClient=lambda: client,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    for _ in range(2):
+    for rounds in (range(2), range(1, 3)):  # the second from a checkpoint after round 0
         logger = loggers.MLflow(tmp_path, {"lr": 0.1})
-        logger.write(1, {"ga": 0.5})
+        for round in rounds:
+            logger.write(round, {"ga": 0.5})
         logger.on_end(types.SimpleNamespace(error=None))  # pyright: ignore[reportArgumentType]
     assert calls == [
-        ("start", None), ("params", {"lr": "0.1"}), (1, {"ga": 0.5}), "FINISHED",
-        ("start", "7"), (1, {"ga": 0.5}), "FINISHED",
+        ("start", None), ("params", {"lr": "0.1"}), (0, {"ga": 0.5}), (1, {"ga": 0.5}), "FINISHED",
+        ("start", "7"), (2, {"ga": 0.5}), "FINISHED",
     ]  # fmt: skip
 
 
