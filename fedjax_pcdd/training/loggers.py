@@ -115,7 +115,7 @@ class MLflow(Logger):
             self._newest = -1 if last is None else self._newest_round()
 
     def _newest_round(self) -> int:
-        """The last round that MLflow has; a resumed run repeats those since its checkpoint, and MLflow would add them."""
+        """The last round that MLflow has: a resumed run repeats some, and MLflow would keep them twice."""
         history, run = self._client.MlflowClient().get_metric_history, self._run
         return max((point.step for name in run.data.metrics for point in history(run.info.run_id, name)), default=-1)
 
