@@ -394,14 +394,12 @@ def partition_tag(options: Mapping[str, Any]) -> str:
     if options["task"] is not None:
         return "domains"
     match options["partition"]:
-        case "dirichlet":
-            return f"dirichlet{options['beta']:g}"
+        case "dirichlet" | "quantity" as kind:
+            return f"{kind}{options['beta']:g}"
         case "pcdd":
             return f"P{options['clients']}C{options['classes_per_client']}"
         case "extended_dirichlet":
             return f"P{options['clients']}C{options['classes_per_client']}dirichlet{options['beta']:g}"
-        case "quantity":
-            return f"quantity{options['beta']:g}"
     return short_name(options["partition"])
 
 
