@@ -38,16 +38,6 @@ class Changed(NamedTuple):
     states: Tree  # of all clients, numpy arrays
     owners: np.ndarray | None = None  # [K] process that has each client's state, if there are several
 
-    def own(self) -> "Changed":
-        """The changed rows of this process's clients."""
-        if self.owners is None:
-            return self
-        return self._replace(rows=self.rows[self.owners[self.rows] == jax.process_index()])
-
-    def values(self) -> list[np.ndarray]:
-        """Copies of the states of the changed rows."""
-        return [leaf[self.rows] for leaf in jax.tree.leaves(self.states)]
-
 
 class Part(NamedTuple):
     """The part of an entry that another process has written."""
