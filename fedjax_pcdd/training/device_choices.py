@@ -77,10 +77,8 @@ def convolutions_of(
         try:
             return from_json(noted["convolutions"]) if noted.get("convolutions") else None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = in_one_line(error)
-            raise UserError(
-                f"resolved.json notes convolutions that do not exist ({reason}): start a new run."
-            ) from error
+            sentence = f"resolved.json notes convolutions that do not exist ({in_one_line(error)}): start a new run."
+            raise UserError(sentence) from error
     if config.tune == "off" or table().get(jax.default_backend(), {}).get("shapes"):
         return None
     simulations = [part.simulation for part in parts_of(simulation)]

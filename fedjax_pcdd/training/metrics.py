@@ -170,9 +170,7 @@ class History:
 
     def update_clients(self, clients: np.ndarray, values: np.ndarray, name: str = "") -> None:
         """Record new personal accuracies [n] of some clients [n], or other accuracies by name."""
-        accuracies = self.pa_clients
-        if name:
-            accuracies = self.also.setdefault(name, np.full(len(self.pa_clients), np.nan))
+        accuracies = self.also.setdefault(name, np.full_like(self.pa_clients, np.nan)) if name else self.pa_clients
         accuracies[clients] = values
 
     def update_best(self, ga_local: np.ndarray | None) -> None:
