@@ -18,6 +18,7 @@ import math
 import os
 import platform
 import re
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -253,7 +254,7 @@ class RunFolder:
 
 
 def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class Records(Callback):
@@ -294,8 +295,6 @@ def describe_machine() -> dict[str, Any]:
 
 def peak_memory_mb() -> dict[str, float | None]:
     """Peak memory in MB of this process (`host`) and of its busiest device (`device`, None where unknown)."""
-    import resource  # not on Windows
-
     # Linux counts kilobytes, macOS bytes.
     unit = 1e6 if sys.platform == "darwin" else 1e6 / 1024
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]

@@ -216,15 +216,11 @@ class History:
         if not self.rows:
             return False
         seen, best = self._highest.get(name, (0, -math.inf))
-        *before, last = (self._score(row, name) for row in self.rows[seen:])
+        scores = (row.get(self._selecting(name)) for row in self.rows[seen:])
+        *before, last = (-math.inf if score is None else float(np.round(score, DIGITS)) for score in scores)
         best = max([best, *before])
         self._highest[name] = len(self.rows) - 1, best
         return last > best
-
-    def _score(self, row: dict, name: str) -> float:
-        """What chooses the best round, minus infinity where it was not measured."""
-        score = row.get(self._selecting(name))
-        return -math.inf if score is None else float(np.round(score, DIGITS))
 
     def _selecting(self, name: str) -> str:
         """The metric that chooses the best round of `name`."""
