@@ -58,7 +58,6 @@ def share_kept(federation: Federation) -> float | None:
 
 
 def _check_tests(dataset: Dataset) -> None:
-    """Raise UserError if there are no test samples."""
     if not len(dataset.y_test):
         raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
 

@@ -140,9 +140,7 @@ class ClientLog:
     ) -> Iterator[Path]:
         """A folder that becomes an entry, whole or not at all, with the checksums of other processes' files.
 
-        Args:
-          previous: the entry that it follows, None for the first.
-          last: the last of the entries that it merges, None if it merges none.
+        It follows the entry `previous`, if any; `last` is the last one of those that it merges, if it merges any.
         """
         with _whole_or_not(self.folder / name) as unfinished:
             yield unfinished

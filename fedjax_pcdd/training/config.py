@@ -365,11 +365,7 @@ def dump(config: RunConfig, method: "Method") -> str:
 
 
 def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfig, "Method"]:
-    """The configuration and method that `dump` wrote.
-
-    Args:
-      text: flat YAML.
-      source: name of the text in error messages, such as its path.
+    """The configuration and method that `dump` wrote; `source` names the text in error messages, as by its path.
 
     Raises:
       UserError: invalid YAML, an unknown key, or a value that does not fit.

@@ -19,8 +19,7 @@ def not_finite(simulation: Any, state: State, rows: np.ndarray) -> list[str | No
     """What is not finite in each experiment [E], such as "the server's params.bias" or "client 3's params.bias".
 
     Args:
-      simulation: a `Simulation` or `Groups`.
-      state: after a round.
+      simulation, state: a `Simulation` or `Groups`, and its state after a round.
       rows: [E * S] those of its clients; the other rows have not changed. Of `Groups` all rows are checked.
     """
     clients = simulation.federations[0].num_clients

@@ -135,12 +135,7 @@ class SweepBar:
 
 
 def final_table(summary: Mapping[str, Any]) -> Table:
-    """Best and last GA and PA in percent.
-
-    Args:
-      summary: `ga_best`, `ga_best_round`, `ga_last` as shares in [0, 1], and the same for `pa`; None or
-        missing if there is no such value.
-    """
+    """Best and last GA and PA in percent, from a summary's shares in [0, 1]; "-" for what is None or missing there."""
     table = Table("accuracy (%)", title_justify="left")
     for heading in ("best", "in round", "last", "std over clients", "worst tenth"):
         table.add_column(heading, justify="right")
@@ -181,7 +176,6 @@ def pa_names(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _has_pa(summary: Mapping[str, Any]) -> bool:
-    """Whether a summary has a value of PA."""
     return any(value not in (None, "") for name, value in summary.items() if name.startswith("pa_"))
 
 

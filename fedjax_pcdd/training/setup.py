@@ -146,9 +146,8 @@ class Setup:
             Experiment(data, m, build.local_training(c, m), c.seed, availability=available)
             for (c, m), data, available in zip(self.pairs, self.federations, self._availability, strict=True)
         ]
-        model = self.given.model
-        if model is None:
-            model = config.model or build.default_model(federation.dataset)
+        given = self.given.model
+        model = (config.model or build.default_model(federation.dataset)) if given is None else given
         if isinstance(model, list | tuple):
             raise UserError(f"{config.method} trains one model: give that, not several.")
         return Simulation(

@@ -71,9 +71,8 @@ class ParticipantSetup(Setup):
         labels = self.public_labels if method.traits().transfer_epochs else None
         self.check_options(method)
         models = [self.in_form(build.build_model(config, model, federation.dataset)) for model in self.models()]
-        (private, pipeline), public = self.pipelines(), None
-        if method.traits().needs_public:
-            public = Public(self.public, pipeline, config.public_batch)
+        private, pipeline = self.pipelines()
+        public = Public(self.public, pipeline, config.public_batch) if method.traits().needs_public else None
         return Groups(
             models, federation, method, build.local_training(config, method), seed=config.seed, epochs=self.epochs,
             public=public, public_labels=labels, pipeline=private, execution=self._execution(lanes),

@@ -47,8 +47,7 @@ def parts_of(simulation: Any) -> list[Part]:
 def _answered(ask: Callable[[], jax.Array], plain: Callable[[], Outputs]) -> Outputs:
     """The logits that a method returns, and the features of the model that it runs for them (of several, the first).
 
-    Args:
-      plain: runs the model as it is, for a method that runs none, or only within a transformation such as `jax.vmap`.
+    `plain` runs the model as it is, for a method that runs none, or only within a transformation such as `jax.vmap`.
     """
     model_outputs: list[Outputs] = []
 
