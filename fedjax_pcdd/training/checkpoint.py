@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from fedjax_pcdd.errors import Say, UserError, failed_write, writing
-from fedjax_pcdd.training.client_log import Changed, ClientLog, Part
+from fedjax_pcdd.training.client_log import Changed, ClientLog
 from fedjax_pcdd.training.hosts import in_turn, told_by_first
 from fedjax_pcdd.training.named_arrays import Arrays, difference, fill, fingerprint, named, snapshot
 from fedjax_pcdd.training.orbax_folder import REMOVED, check_files, damage, list_files, open_manager, remove_unfinished
@@ -38,7 +38,7 @@ _RESTS = 9  # a rest after paced checkpoints, in times of their duration
 _MISREAD = re.compile(r"[]\[*?\\:%#\ud800-\udfff]")  # read as patterns or addresses, or not UTF-8
 
 # Of client states: the changed rows, their values [n, ...], what other processes have written, and the states of all.
-_Taken = tuple[np.ndarray, list[np.ndarray], list[Part], Any]
+_Taken = tuple[np.ndarray, list[np.ndarray], list[list[int]], Any]
 
 
 class Restored(NamedTuple):
@@ -196,12 +196,12 @@ class Checkpoints:
             return rows, values, [], states
         if not self._shared:  # the others have run folders of their own and would write there
             self._log, self._shared = ClientLog(Path(told_by_first(str(self._log.folder)))), True
-        part = Part(0, [0] * (1 + len(values)))  # the first process writes the entry itself
+        checksums = [0] * (1 + len(values))  # the first process writes the entry itself
         if process > 0:
             with writing(self._log.folder):
-                part = self._log.append_part(round, process, rows, values)
-        checksums = np.asarray(multihost_utils.process_allgather(np.array(part.files, np.uint32)))
-        return rows, values, [Part(p, files.tolist()) for p, files in enumerate(checksums)][1:], states
+                checksums = self._log.append_part(round, process, rows, values)
+        parts = np.asarray(multihost_utils.process_allgather(np.array(checksums, np.uint32)))[1:]
+        return rows, values, parts.tolist(), states
 
     def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
         """The newest intact full checkpoint, bit for bit; every newer one is removed, to be written again.
