@@ -71,8 +71,7 @@ class RunConfig:
     beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
     clients: int | None = run_option(None, "data",
         "number of clients K; by default 10, or all that natural and lists have (fewer of natural: those with the most "
-        "samples); a function gets it if it has this parameter",
-        low=1, high=10**6)
+        "samples); a function gets it if it has this parameter", low=1, high=10**6)
     classes_per_client: int = run_option(2, "data", "classes of each client, for pcdd and extended_dirichlet", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round, S; by default all", low=1)
     availability: str | None = run_option(None, "data",
