@@ -261,8 +261,7 @@ def result(history: History, method: Method) -> dict[str, Any]:
     for name in dict.fromkeys([*names, *history.also]):
         if history.last(name) is not None:
             extra |= {f"{name}_best": history.best(name)[0], f"{name}_last": history.last(name)}
-    for name in (name for name in history.also if name not in names):
-        extra[f"{name}_mean_last10"] = history.mean_last(name)
+    extra |= {f"{name}_mean_last10": history.mean_last(name) for name in history.also if name not in names}
     for name, value in (history.rows or [{}])[-1].items():  # of further models of the server, and of an ensemble
         if name.startswith("ga_") and isinstance(value, float):
             extra[f"{name}_last"] = value

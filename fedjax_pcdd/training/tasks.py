@@ -269,10 +269,8 @@ class Correlation(Callback):
         """Correlation matrix [C, C] of participant k on its own training images."""
         images = run.federation.dataset.x_train[run.federation.partition.train[k]]
         batches = np.array_split(images, -(-len(images) // PRIVATE_BATCH))
-        logits = [
-            np.concatenate([run.outputs(batch, client=j).logits for batch in batches]) for j in range(len(self.names))
-        ]
-        return np.asarray(pictures.correlation_matrices(np.stack(logits))[k])
+        logits = [[run.outputs(batch, client=j).logits for batch in batches] for j in range(len(self.names))]
+        return np.asarray(pictures.correlation_matrices(np.stack([*map(np.concatenate, logits)]))[k])
 
 
 def _means(shares: np.ndarray) -> dict[str, float]:
