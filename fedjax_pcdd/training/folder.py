@@ -39,12 +39,10 @@ from fedjax_pcdd.training.metrics import MOST_WRITTEN
 from fedjax_pcdd.training.written import is_line, is_summary
 
 CLAIMS = "claims"  # of a sweep: the locks of its experiments, and the error messages of those that failed
-CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
-    "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
-)  # fmt: skip
+CONFIG, METRICS, CLIENTS, SUMMARY = "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json"
 _DAMAGED = "{} is damaged: put it back as it was, or remove it."
 _NO_SUMMARY = "{} is damaged: remove it and resume the run, which writes it again."
-LOCK, PARTITION = "lock", "partition.npz"
+LOCK, PARTITION, TRACK = "lock", "partition.npz", "track.jsonl"
 # Written by libraries, such as numpy, which follow links.
 _WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "wandb.txt", "mlflow.txt", "profile")
 _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
