@@ -27,7 +27,7 @@ from fedjax_pcdd.training.folder import CLAIMS, CONFIG, LOCK, RunFolder, failure
 from fedjax_pcdd.training.inputs import RESOLVED
 from fedjax_pcdd.training.lock import InUse, Lock, owner
 from fedjax_pcdd.training.presets import read_run
-from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
+from fedjax_pcdd.training.progress import SweepBar
 from fedjax_pcdd.training.setup import Pair
 
 PAUSE = 1.0  # seconds between two looks at what other processes have done
@@ -197,7 +197,7 @@ class Sweep:
 
         One whose folder a run without a claim has open stays among those that are left, for a later pass.
         """
-        with_bars = {name: request._replace(last=[PartOfSweep(bar, name)]) for name, request in requests.items()}
+        with_bars = {name: request._replace(last=[bar.part(name)]) for name, request in requests.items()}
         try:
             results = run_together(list(with_bars.values()), self._say_once) if len(with_bars) > 1 else []
         except Exception:

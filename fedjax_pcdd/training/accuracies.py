@@ -112,11 +112,7 @@ class Accuracies(Callback):
         return {**row, **further(run, counts.further)}
 
     def _loss(self, run: Run, report: RoundReport) -> float | None:
-        """Training loss, weighted like the aggregation; None if no client trained.
-
-        Raises:
-          UserError: a loss, or the model at the end of the round, is not finite.
-        """
+        """Training loss, weighted like the aggregation; None if no client trained, UserError if one is not finite."""
         jobs, trained = report.jobs, report.jobs.steps > 0
         wrong = np.flatnonzero(trained & ~np.isfinite(report.loss))
         if len(wrong):
@@ -168,8 +164,7 @@ class Accuracies(Callback):
     def _take(self, run: Run, clients: np.ndarray, correct: np.ndarray, protocols: Sequence[Protocol]) -> None:
         """Record the accuracies of some clients' models, from their correct predictions [n, C].
 
-        Args:
-          protocols: those under which these models give PA; other accuracies are recorded for the rows' protocol only.
+        These models give PA under the protocols; other accuracies are recorded for the rows' protocol only.
         """
         pa, *other_accuracies = personal(run.federation, clients, correct).items()
         for protocol in protocols:

@@ -41,10 +41,7 @@ def too_few(config: RunConfig, federation: Federation) -> list[str]:
 
 
 def twice(federation: Federation) -> list[str]:
-    """A sentence if a client has a sample twice, as in lists of labels, or several clients share some.
-
-    There is none if all samples are dealt twice.
-    """
+    """A sentence if a client has a sample twice, as in lists of labels, or shares it; none if all are dealt twice."""
     lists = Lists.of(federation.partition.train)
     dealt = np.bincount(lists.flat)
     if set(dealt[dealt > 0]) == {2}:  # as by `doubled`
@@ -88,7 +85,6 @@ def _too_late(config: RunConfig) -> list[str]:
 
 
 def _readers(config: RunConfig, traits: Traits) -> dict[str, Reader]:
-    """What each option depends on."""
     extended = "extended_dirichlet"
     public = (config.method,) if traits.needs_public or config.task else ()  # methods of a task share its images
     exchanged = (config.method,) if traits.exchange != "never" or config.task else ()

@@ -34,20 +34,18 @@ def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
     """The data set, loaded unless it is given, divided among the clients."""
     dataset = load(config) if dataset is None else dataset
     _check_tests(dataset)
-    client_lists = partition(
+    by_client = partition(
         config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes,
         clients=config.clients, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,
         retry=config.retry, min_size=config.min_samples, doubled=config.doubled, groups=dataset.groups,
     )  # fmt: skip
-    if is_file(config.partition) and config.clients not in (None, len(client_lists.train)):
-        raise UserError(
-            f"{config.partition} has {len(client_lists.train)} clients, not {config.clients}: drop `clients`."
-        )
+    if is_file(config.partition) and config.clients not in (None, len(by_client.train)):
+        raise UserError(f"{config.partition} has {len(by_client.train)} clients, not {config.clients}: drop `clients`.")
     validation = load_validation(located(config.partition)) if is_file(config.partition) else None
-    federation = Federation(dataset, client_lists, validation)
+    federation = Federation(dataset, by_client, validation)
     if validation is not None and config.validation is None:  # without the option, all samples are for training
-        joined = [np.concatenate(lists) for lists in zip(client_lists.train, validation, strict=True)]
-        federation = replace(federation, partition=client_lists._replace(train=Lists.of(joined)), validation=None)
+        joined = [np.concatenate(lists) for lists in zip(by_client.train, validation, strict=True)]
+        federation = replace(federation, partition=by_client._replace(train=Lists.of(joined)), validation=None)
     return validated(config, federation)
 
 
@@ -60,7 +58,6 @@ def share_kept(federation: Federation) -> float | None:
 
 
 def _check_tests(dataset: Dataset) -> None:
-    """Raise UserError if there are no test samples."""
     if not len(dataset.y_test):
         raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
 

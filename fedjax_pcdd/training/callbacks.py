@@ -43,18 +43,14 @@ class EarlyStopping(Callback):
 
     def on_round(self, run: Run, report: RoundReport) -> bool:
         """Whether the last `patience` evaluations brought no rise above the best value."""
-        row = run.history.rows[-1]
-        if row["ga"] is None and row.get(self.metric) is None:
-            return False  # this round was not evaluated
-        if self.metric not in row:
-            raise UserError(f"early stopping knows no '{self.metric}': choose one of {', '.join(row)}.")
-        value = row[self.metric]
+        row, name = run.history.rows[-1], self.metric
+        if name not in row and row["ga"] is not None:
+            raise UserError(f"early stopping knows no '{name}': choose one of {', '.join(row)}.")
+        value = row.get(name)
         if value is None:
-            return False
+            return False  # this round was not evaluated
         if not isinstance(value, int | float):
-            raise UserError(
-                f"early stopping looks at one number, of which '{self.metric}' has several: choose another."
-            )
+            raise UserError(f"early stopping looks at one number, of which '{name}' has several: choose another.")
         rises = round(value - self.best, DIGITS) > self.least
         self.best, self.waited = (value, 0) if rises else (self.best, self.waited + 1)
         return self.waited >= self.patience
@@ -104,9 +100,7 @@ class Metrics(Callback):
         if not valid:
             raise UserError(f"takes a dictionary of functions of a run by name, not {functions!r}.", field="metrics")
         if reserved := [name for name in functions if name.startswith(("ga_", "pa_"))]:
-            raise UserError(
-                f"may not begin with ga_ or pa_, as accuracies do: rename '{reserved[0]}'.", field="metrics"
-            )
+            raise UserError(f"may not begin with ga_ or pa_, as accuracies do: rename '{reserved[0]}'.", "metrics")
         self.functions, self.lost = functions, list[str]()
 
     def state(self) -> list[str]:
@@ -161,14 +155,14 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
     if not isinstance(given, list | tuple):
         raise UserError(f"takes a list of callbacks, not {given!r}.", field="callbacks")
     for callback in given:
-        if not isinstance(callback, Callback) and (isinstance(callback, type) or not callable(callback)):
+        if isinstance(callback, Callback):
+            check_hooks(callback)
+        elif isinstance(callback, type) or not callable(callback):
             raise UserError(
                 f"takes fp.Callback objects and functions of a run and a report, not {callback!r}.", "callbacks"
             )
-        if not isinstance(callback, Callback) and not takes(callback, 2):
+        elif not takes(callback, 2):
             raise UserError("takes functions of two arguments, a run and a report of its round.", field="callbacks")
-        if isinstance(callback, Callback):
-            check_hooks(callback)
     callbacks = [callback if isinstance(callback, Callback) else Function(callback) for callback in given]
     for callback in callbacks:
         for sentence in misspelt(callback, Callback) + _forgets(callback):

@@ -29,13 +29,16 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from fedjax_pcdd.errors import Say, UserError, failed_write, writing
-from fedjax_pcdd.training.client_log import Changed, ClientLog, Part
+from fedjax_pcdd.training.client_log import Changed, ClientLog
 from fedjax_pcdd.training.hosts import in_turn, told_by_first
 from fedjax_pcdd.training.named_arrays import Arrays, difference, fill, fingerprint, named, snapshot
 from fedjax_pcdd.training.orbax_folder import REMOVED, check_files, damage, list_files, open_manager, remove_unfinished
 
 _RESTS = 9  # a rest after paced checkpoints, in times of their duration
 _MISREAD = re.compile(r"[]\[*?\\:%#\ud800-\udfff]")  # read as patterns or addresses, or not UTF-8
+
+# Of client states: the changed rows, their values [n, ...], what other processes have written, and the states of all.
+_Taken = tuple[np.ndarray, list[np.ndarray], list[list[int]], Any]
 
 
 class Restored(NamedTuple):
@@ -45,15 +48,6 @@ class Restored(NamedTuple):
     server: Any
     clients: Any
     history: dict[str, Any]
-
-
-class _Taken(NamedTuple):
-    """The changed client states that a checkpoint writes."""
-
-    rows: np.ndarray
-    values: list[np.ndarray]  # [n, ...] of those rows
-    states: Any  # of all clients
-    parts: list[Part]  # those that other processes have written
 
 
 class Pace:
@@ -191,25 +185,23 @@ class Checkpoints:
         if self._pace:
             self._pending.add_done_callback(self._pace.end)
 
-    def _taken(self, round: int, clients: Callable) -> "_Taken":
+    def _taken(self, round: int, clients: Callable) -> _Taken:
         """The changed states of this process's clients; if there are other processes, those write theirs now."""
-        changed = cast(Changed, clients())
+        (rows, states, owners), process = cast(Changed, clients()), jax.process_index()
         if self._logs_all:  # the log has nothing of the checkpoint that was resumed
-            rows, self._logs_all = np.arange(len(jax.tree.leaves(changed.states)[0])), False
-            changed = changed._replace(rows=rows)
-        own_changes, process = changed.own(), jax.process_index()
-        values = own_changes.values()
-        if changed.owners is None:
-            return _Taken(own_changes.rows, values, changed.states, [])
+            rows, self._logs_all = np.arange(len(jax.tree.leaves(states)[0])), False
+        rows = rows if owners is None else rows[owners[rows] == process]
+        values = [leaf[rows] for leaf in jax.tree.leaves(states)]  # copies
+        if owners is None:
+            return rows, values, [], states
         if not self._shared:  # the others have run folders of their own and would write there
             self._log, self._shared = ClientLog(Path(told_by_first(str(self._log.folder)))), True
-        part = Part(0, [0] * (1 + len(values)))  # the first process writes the entry itself
+        checksums = [0] * (1 + len(values))  # the first process writes the entry itself
         if process > 0:
             with writing(self._log.folder):
-                part = self._log.append_part(round, process, own_changes.rows, values)
-        checksums = np.asarray(multihost_utils.process_allgather(np.array(part.files, np.uint32)))
-        parts = [Part(p, files.tolist()) for p, files in enumerate(checksums)][1:]
-        return _Taken(own_changes.rows, values, changed.states, parts)
+                checksums = self._log.append_part(round, process, rows, values)
+        parts = np.asarray(multihost_utils.process_allgather(np.array(checksums, np.uint32)))[1:]
+        return rows, values, parts.tolist(), states
 
     def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
         """The newest intact full checkpoint, bit for bit; every newer one is removed, to be written again.
@@ -268,11 +260,12 @@ class Checkpoints:
             if self._alias is not None:
                 self._alias.cleanup()
 
-    def _write(self, round: int, snapshots: dict[str, Arrays], history: str, changed: "_Taken | None") -> None:
+    def _write(self, round: int, snapshots: dict[str, Arrays], history: str, changed: _Taken | None) -> None:
         record: dict[str, Any] = {"round": round}
         if changed:
-            record["logged"] = self._log.append(round, changed.rows, changed.values, changed.parts)
-            self._log.merge(min(self._manager.all_steps(), default=0), changed.states)
+            rows, values, parts, states = changed
+            record["logged"] = self._log.append(round, rows, values, parts)
+            self._log.merge(min(self._manager.all_steps(), default=0), states)
         host_arrays = {part: {name: np.asarray(a) for name, a in arrays.items()} for part, arrays in snapshots.items()}
         record["arrays"] = {
             part: {name: fingerprint(a) for name, a in arrays.items()} for part, arrays in host_arrays.items()

@@ -38,23 +38,6 @@ class Changed(NamedTuple):
     states: Tree  # of all clients, numpy arrays
     owners: np.ndarray | None = None  # [K] process that has each client's state, if there are several
 
-    def own(self) -> "Changed":
-        """The changed rows of this process's clients."""
-        if self.owners is None:
-            return self
-        return self._replace(rows=self.rows[self.owners[self.rows] == jax.process_index()])
-
-    def values(self) -> list[np.ndarray]:
-        """Copies of the states of the changed rows."""
-        return [leaf[self.rows] for leaf in jax.tree.leaves(self.states)]
-
-
-class Part(NamedTuple):
-    """The part of an entry that another process has written."""
-
-    process: int
-    files: list[int]  # checksums of its files
-
 
 class ClientLog:
     """The entries of one run."""
@@ -63,22 +46,24 @@ class ClientLog:
         """Args: folder: created with the first entry."""
         self.folder = folder
 
-    def append(self, round: int, rows: np.ndarray, values: Sequence[np.ndarray], parts: Sequence[Part] = ()) -> int:
-        """Write the entry of a round, with the parts that other processes have already written; returns its mark."""
+    def append(
+        self, round: int, rows: np.ndarray, values: Sequence[np.ndarray], parts: Sequence[Sequence[int]] = ()
+    ) -> int:
+        """Write the entry of a round; returns its mark. `parts`: what `append_part` returned to processes 1, 2, ..."""
         earlier, names = self._needed(round - 1), _names(len(values))
-        part_files = {
-            f"../{round}{PARTS}/{p}/{name}": crc for p, crcs in parts for name, crc in zip(names, crcs, strict=True)
-        }
+        part_files: dict[str, int] = {}
+        for p, checksums in enumerate(parts, 1):
+            part_files |= {f"../{round}{PARTS}/{p}/{name}": crc for name, crc in zip(names, checksums, strict=True)}
         with self._writing(str(round), earlier[-1] if earlier else None, part_files) as entry:
             _save(entry, rows, values)
         return _noted(self.folder / str(round))["mark"]
 
-    def append_part(self, round: int, process: int, rows: np.ndarray, values: Sequence[np.ndarray]) -> Part:
-        """Write this process's part of the entry of a round, and return once it is complete."""
+    def append_part(self, round: int, process: int, rows: np.ndarray, values: Sequence[np.ndarray]) -> list[int]:
+        """Write this process's part of the entry of a round; once it is complete, returns its files' checksums."""
         folder = self.folder / f"{round}{PARTS}" / str(process)
         with _whole_or_not(folder) as unfinished:
             _save(unfinished, rows, values)
-        return Part(process, [checksum(folder / name) for name in _names(len(values))])
+        return [checksum(folder / name) for name in _names(len(values))]
 
     def replay(self, round: int, states: Tree) -> None:
         """Bring the initial states of this process's clients to what they were after a round, in place."""
@@ -150,9 +135,7 @@ class ClientLog:
     ) -> Iterator[Path]:
         """A folder that becomes an entry, whole or not at all, with the checksums of other processes' files.
 
-        Args:
-          previous: the entry that it follows, None for the first.
-          last: the last of the entries that it merges, None if it merges none.
+        It follows the entry `previous`, if any; `last` is the last one of those that it merges, if it merges any.
         """
         with _whole_or_not(self.folder / name) as unfinished:
             yield unfinished

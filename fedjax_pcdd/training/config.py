@@ -71,8 +71,7 @@ class RunConfig:
     beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
     clients: int | None = run_option(None, "data",
         "number of clients K; by default 10, or all that natural and lists have (fewer of natural: those with the most "
-        "samples); a function gets it if it has this parameter",
-        low=1, high=10**6)
+        "samples); a function gets it if it has this parameter", low=1, high=10**6)
     classes_per_client: int = run_option(2, "data", "classes of each client, for pcdd and extended_dirichlet", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round, S; by default all", low=1)
     availability: str | None = run_option(None, "data",
@@ -365,11 +364,7 @@ def dump(config: RunConfig, method: "Method") -> str:
 
 
 def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfig, "Method"]:
-    """The configuration and method that `dump` wrote.
-
-    Args:
-      text: flat YAML.
-      source: name of the text in error messages, such as its path.
+    """The configuration and method that `dump` wrote; `source` names the text in error messages, as by its path.
 
     Raises:
       UserError: invalid YAML, an unknown key, or a value that does not fit.
@@ -394,14 +389,12 @@ def partition_tag(options: Mapping[str, Any]) -> str:
     if options["task"] is not None:
         return "domains"
     match options["partition"]:
-        case "dirichlet":
-            return f"dirichlet{options['beta']:g}"
+        case "dirichlet" | "quantity" as kind:
+            return f"{kind}{options['beta']:g}"
         case "pcdd":
             return f"P{options['clients']}C{options['classes_per_client']}"
         case "extended_dirichlet":
             return f"P{options['clients']}C{options['classes_per_client']}dirichlet{options['beta']:g}"
-        case "quantity":
-            return f"quantity{options['beta']:g}"
     return short_name(options["partition"])
 
 

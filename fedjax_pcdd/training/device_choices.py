@@ -77,21 +77,15 @@ def convolutions_of(
         try:
             return from_json(noted["convolutions"]) if noted.get("convolutions") else None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = in_one_line(error)
-            raise UserError(
-                f"resolved.json notes convolutions that do not exist ({reason}): start a new run."
-            ) from error
+            sentence = f"resolved.json notes convolutions that do not exist ({in_one_line(error)}): start a new run."
+            raise UserError(sentence) from error
     if config.tune == "off" or table().get(jax.default_backend(), {}).get("shapes"):
         return None
     simulations = [part.simulation for part in parts_of(simulation)]
     jobs = most_jobs(len(simulations[0].experiments) * simulations[0].cohort_size, devices_of(state))
     lanes = min(jobs, MOST_LANES if config.lanes == "auto" else int(config.lanes))
-    needed = list(dict.fromkeys(
-        operation for part in simulations for operation in operations(
-            part.program.model, part.image_shape, part.local.batch_size, lanes,
-            part.program.dtype,
-        )
-    ))  # fmt: skip
+    used = [operations(s.program.model, s.image_shape, s.local.batch_size, lanes, s.program.dtype) for s in simulations]
+    needed = list(dict.fromkeys(operation for of_one in used for operation in of_one))
     if not needed:
         return None
     chosen = _timed(needed, say, quiet=config.quiet) if jax.process_index() == 0 else Choices()

@@ -83,7 +83,6 @@ def convert(option: Option, text: str | None, label: str | None = None) -> Any:
     """The checked value of an option, from what the user wrote.
 
     Args:
-      option: the option.
       text: as written; None stands for no value, and so does "none" unless it is a choice of its own.
       label: how error messages begin; None for the field's name.
 

@@ -19,8 +19,7 @@ def not_finite(simulation: Any, state: State, rows: np.ndarray) -> list[str | No
     """What is not finite in each experiment [E], such as "the server's params.bias" or "client 3's params.bias".
 
     Args:
-      simulation: a `Simulation` or `Groups`.
-      state: after a round.
+      simulation, state: a `Simulation` or `Groups`, and its state after a round.
       rows: [E * S] those of its clients; the other rows have not changed. Of `Groups` all rows are checked.
     """
     clients = simulation.federations[0].num_clients
@@ -37,7 +36,7 @@ def not_finite(simulation: Any, state: State, rows: np.ndarray) -> list[str | No
 
 def _wrong(tree: Tree, rows: np.ndarray | None) -> list[tuple[str, int]]:
     """(name, row) of every row that is not finite in the leaves [n, ...]; checks only these rows, or all for None."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if _can_overflow(leaf.dtype) and leaf.size]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size]
     if not leaves:
         return []
     if isinstance(leaves[0], np.ndarray):  # in host memory: one row after another, as a copy of all may not fit
@@ -51,11 +50,6 @@ def _wrong(tree: Tree, rows: np.ndarray | None) -> list[tuple[str, int]]:
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
     names = [name.removeprefix("0.").removeprefix("1.") for name in names]  # index in (clients, statistics)
     return [(names[i], int(j if rows is None else rows[j])) for i, j in np.argwhere(bad)]
-
-
-@cache
-def _can_overflow(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 @cache

@@ -18,6 +18,7 @@ import math
 import os
 import platform
 import re
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -38,12 +39,10 @@ from fedjax_pcdd.training.metrics import MOST_WRITTEN
 from fedjax_pcdd.training.written import is_line, is_summary
 
 CLAIMS = "claims"  # of a sweep: the locks of its experiments, and the error messages of those that failed
-CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
-    "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
-)  # fmt: skip
+CONFIG, METRICS, CLIENTS, SUMMARY = "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json"
 _DAMAGED = "{} is damaged: put it back as it was, or remove it."
 _NO_SUMMARY = "{} is damaged: remove it and resume the run, which writes it again."
-LOCK, PARTITION = "lock", "partition.npz"
+LOCK, PARTITION, TRACK = "lock", "partition.npz", "track.jsonl"
 # Written by libraries, such as numpy, which follow links.
 _WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "wandb.txt", "mlflow.txt", "profile")
 _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
@@ -253,7 +252,7 @@ class RunFolder:
 
 
 def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class Records(Callback):
@@ -294,8 +293,6 @@ def describe_machine() -> dict[str, Any]:
 
 def peak_memory_mb() -> dict[str, float | None]:
     """Peak memory in MB of this process (`host`) and of its busiest device (`device`, None where unknown)."""
-    import resource  # not on Windows
-
     # Linux counts kilobytes, macOS bytes.
     unit = 1e6 if sys.platform == "darwin" else 1e6 / 1024
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]

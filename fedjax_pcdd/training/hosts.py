@@ -117,7 +117,6 @@ def _survived(config: RunConfig, spell: Callable[[str], str]) -> Iterator[None]:
 
 
 def _join(config: RunConfig) -> None:
-    """Connect to the other processes."""
     has_address = config.coordinator != "auto"
     jax.config.update("jax_enable_preemption_service", False)  # it would treat SIGTERM as a mere notice
     try:

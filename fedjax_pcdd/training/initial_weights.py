@@ -16,8 +16,6 @@ from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 
-BACKBONE = "backbone"
-
 
 def started_from(simulation: Any, file: Path) -> State:
     """The state before the first round of a simulation whose backbones have the weights of a file.
@@ -30,33 +28,31 @@ def started_from(simulation: Any, file: Path) -> State:
             "`initial_weights` are of one architecture for all: drop it where clients have models of their own."
         )
     weights = read_arrays(file)
-    models = [with_weights(simulation.initial(e), weights, str(file)) for e in range(len(simulation.experiments))]
+    models = [with_weights(simulation.initial(e), weights, file) for e in range(len(simulation.experiments))]
     return simulation.start(jax.tree.map(lambda *x: jnp.stack(x), *models))
 
 
-def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -> Tree:
+def with_weights(variables: Tree, weights: dict[str, np.ndarray], file: Path) -> Tree:
     """The variables with the weights of the file; UserError if one is missing, unknown, not finite or misshapen."""
     unused = dict(weights)
 
     def choose(path: tuple, leaf: jax.Array) -> jax.Array:
         names = [str(key.key) for key in path]
         name = "/".join([names[0], *names[2:]])
-        if names[1] != BACKBONE:
+        if names[1] != "backbone":
             name = f"{names[1]}:{name}"
             if not any(entry.startswith(f"{names[1]}:") for entry in weights):
                 return leaf
         if name not in weights:
-            raise UserError(f"{source} lacks {name}, of shape {list(leaf.shape)}: add it (docs/data.md).")
+            raise UserError(f"{file} lacks {name}, of shape {list(leaf.shape)}: add it (docs/data.md).")
         array = unused.pop(name)
         if array.shape != leaf.shape:
-            raise UserError(
-                f"{name} in {source} has the shape {list(array.shape)}, not {list(leaf.shape)}: correct it."
-            )
+            raise UserError(f"{name} in {file} has the shape {list(array.shape)}, not {list(leaf.shape)}: correct it.")
         if not jnp.issubdtype(array.dtype, jnp.number) or not np.isfinite(array.astype(np.float64)).all():
-            raise UserError(f"{name} in {source} holds numbers that are not finite: correct it.")
+            raise UserError(f"{name} in {file} holds numbers that are not finite: correct it.")
         return jnp.asarray(array, leaf.dtype)
 
     result = jax.tree_util.tree_map_with_path(choose, variables)
     if unused:
-        raise UserError(f"{source} has {min(unused)}, which is not part of the model: leave it out.")
+        raise UserError(f"{file} has {min(unused)}, which is not part of the model: leave it out.")
     return result

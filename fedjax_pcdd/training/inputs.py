@@ -113,8 +113,7 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
         if text is not None and now["objects"].get(name) != text:
             raise UserError(f"the {name} is not the one that the run in {run} began with: {AGAIN}.")
     for name, version in (recorded.get("versions") or {}).items():
-        if now["versions"].get(name) != version:
-            new = now["versions"].get(name)
+        if (new := now["versions"].get(name)) != version:
             say(f"{name} was {version} when the run in {run} began, and is {new} now: bits may differ.")
 
 

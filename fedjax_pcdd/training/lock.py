@@ -103,7 +103,7 @@ class Lock:
     def _create(self) -> bool:
         with writing(self.path.parent):
             try:
-                file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
+                file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
             except FileExistsError:
                 return False
             try:

@@ -170,9 +170,7 @@ class History:
 
     def update_clients(self, clients: np.ndarray, values: np.ndarray, name: str = "") -> None:
         """Record new personal accuracies [n] of some clients [n], or other accuracies by name."""
-        accuracies = self.pa_clients
-        if name:
-            accuracies = self.also.setdefault(name, np.full(len(self.pa_clients), np.nan))
+        accuracies = self.also.setdefault(name, np.full_like(self.pa_clients, np.nan)) if name else self.pa_clients
         accuracies[clients] = values
 
     def update_best(self, ga_local: np.ndarray | None) -> None:
@@ -218,15 +216,11 @@ class History:
         if not self.rows:
             return False
         seen, best = self._highest.get(name, (0, -math.inf))
-        *before, last = (self._score(row, name) for row in self.rows[seen:])
+        scores = (row.get(self._selecting(name)) for row in self.rows[seen:])
+        *before, last = (-math.inf if score is None else float(np.round(score, DIGITS)) for score in scores)
         best = max([best, *before])
         self._highest[name] = len(self.rows) - 1, best
         return last > best
-
-    def _score(self, row: dict, name: str) -> float:
-        """What chooses the best round, minus infinity where it was not measured."""
-        score = row.get(self._selecting(name))
-        return -math.inf if score is None else float(np.round(score, DIGITS))
 
     def _selecting(self, name: str) -> str:
         """The metric that chooses the best round of `name`."""
@@ -267,8 +261,7 @@ def result(history: History, method: Method) -> dict[str, Any]:
     for name in dict.fromkeys([*names, *history.also]):
         if history.last(name) is not None:
             extra |= {f"{name}_best": history.best(name)[0], f"{name}_last": history.last(name)}
-    for name in (name for name in history.also if name not in names):
-        extra[f"{name}_mean_last10"] = history.mean_last(name)
+    extra |= {f"{name}_mean_last10": history.mean_last(name) for name in history.also if name not in names}
     for name, value in (history.rows or [{}])[-1].items():  # of further models of the server, and of an ensemble
         if name.startswith("ga_") and isinstance(value, float):
             extra[f"{name}_last"] = value

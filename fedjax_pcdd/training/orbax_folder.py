@@ -80,9 +80,8 @@ def open_manager(folder: Path, alias: Path, retention: Any) -> ocp.CheckpointMan
 
 def remove_unfinished(folder: Path) -> None:
     """Remove incomplete checkpoints; after a failed write, TensorStore's threads may still be adding files to one."""
-    for path in [
-        entry for entry in folder.iterdir() if entry.is_dir() and not (entry.is_symlink() or entry.name.isdigit())
-    ]:
+    unfinished = [p for p in folder.iterdir() if p.is_dir() and not (p.is_symlink() or p.name.isdigit())]
+    for path in unfinished:
         deadline = time.monotonic() + 5
         while path.exists() and time.monotonic() < deadline:
             shutil.rmtree(path, ignore_errors=True)

@@ -23,9 +23,7 @@ def origins_of(config: Any) -> dict[str, Origin]:
     """The origins of the parts of a `RunConfig` that come from outside this package, by their names in it.
 
     Files that these import from beside them are there by their paths, except those of parts that only look on.
-
-    Raises:
-      UserError: two parts of different kinds have the same name.
+    UserError if two parts of different kinds have the same name.
     """
     named: list[tuple[Registry, str | None]] = [
         (METHODS, methods.plain_name(config.method)),
@@ -76,10 +74,7 @@ def recorded_origins(value: Any, source: str) -> dict[str, Origin]:
 
 
 def check_unchanged(options: Mapping[str, Any], source: str) -> None:
-    """Raise UserError if a part from outside is no longer the one that, by its configuration, the run began with.
-
-    What only looks on may change.
-    """
+    """Raise UserError if a part from outside that does not only look on is not the one that the run began with."""
     for name, origin in recorded_origins(options.get(OUTSIDE), source).items():
         if name in onlookers(options):
             continue

@@ -41,11 +41,7 @@ class Preset(NamedTuple):
 
 
 def read_preset(name: str, folder: Path = PRESETS) -> Preset:
-    """The preset with a name such as `fedmr/table1` below a folder, or in the YAML file at a path.
-
-    Raises:
-      UserError: there is none, or it cannot be read.
-    """
+    """The preset with a name such as `fedmr/table1` below a folder, or at a path; UserError if none can be read."""
     for path in (folder / f"{name}.yaml", folder / name, Path(name)):
         if is_there(path):
             return _parse(read_text(path), str(path))
@@ -116,11 +112,7 @@ def listed_as(preset: Preset, method: str) -> str:
 
 
 def preset_values(preset: Preset, method: str, split: str | None, variant: str | None = None) -> dict[str, Any]:
-    """Checked values of one run, by field name.
-
-    Raises:
-      UserError: an unknown or missing split or variant, an unknown key, or a value that does not fit.
-    """
+    """Checked values of one run by field name; UserError: wrong or missing split or variant, wrong key or value."""
     source, known = preset.source, _PART | options_of(methods.get(method))
     run = convert_all(preset.run, _RUN, source)
     if preset.splits and split is None:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fedjax_pcdd.errors import yes_or_no
 from fedjax_pcdd.screen import Screen
+from fedjax_pcdd.training.callbacks import Function
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 IN_TRAINING = "PA in training"
@@ -124,29 +125,17 @@ class SweepBar:
         self._done[name] = done
         self._bar.show(self.completed, name)
 
+    def part(self, name: str) -> Callback:
+        """A callback that shows the rounds of one run."""
+        return Function(lambda run, report: self.show(name, run.round))
+
     def end(self, name: str) -> None:
         """Show that a run is over, whether or not it came to its last round."""
         self.show(name, self._rounds[name])
 
 
-class PartOfSweep(Callback):
-    """Shows the rounds of one run in a sweep's bar."""
-
-    def __init__(self, bar: SweepBar, name: str):
-        self.bar, self.name = bar, name
-
-    def on_round(self, run: Run, report: RoundReport) -> None:
-        """Move the bar."""
-        self.bar.show(self.name, run.round)
-
-
 def final_table(summary: Mapping[str, Any]) -> Table:
-    """Best and last GA and PA in percent.
-
-    Args:
-      summary: `ga_best`, `ga_best_round`, `ga_last` as shares in [0, 1], and the same for `pa`; None or
-        missing if there is no such value.
-    """
+    """Best and last GA and PA in percent, from a summary's shares in [0, 1]; "-" for what is None or missing there."""
     table = Table("accuracy (%)", title_justify="left")
     for heading in ("best", "in round", "last", "std over clients", "worst tenth"):
         table.add_column(heading, justify="right")
@@ -187,7 +176,6 @@ def pa_names(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _has_pa(summary: Mapping[str, Any]) -> bool:
-    """Whether a summary has a value of PA."""
     return any(value not in (None, "") for name, value in summary.items() if name.startswith("pa_"))
 
 

@@ -89,7 +89,8 @@ class Setup:
         self.methods: list[Method] = [select(self.simulation.methods, e) for e in range(len(pairs))]
         for e in range(len(pairs)):
             self._check(e)
-        self._calibration = [self._about_calibration(e) for e in range(len(pairs))]
+        calibrates = self.config.calibrate == "ccvr"
+        self._calibration = [check_calibration(self.simulation, e) if calibrates else [] for e in range(len(pairs))]
 
     @property
     def tunes(self) -> bool:
@@ -120,12 +121,10 @@ class Setup:
 
     def inputs(self, e: int, config: RunConfig, method: Method) -> dict[str, Any]:
         """The inputs of an experiment, as the user configured it; see `inputs_of`."""
-        federation, simulation = self.federations[e], self.simulation
+        federation, simulation, model = self.federations[e], self.simulation, self.given.model
         public = simulation.data.public if isinstance(simulation, Simulation) else simulation.images
-        images = () if public is None else public
-        labels = None if isinstance(simulation, Simulation) else simulation.public_labels
-        availability = simulation.experiments[e].availability if isinstance(simulation, Simulation) else None
-        pipeline, model = self._unusual_pipeline(), self.given.model
+        images, labels = () if public is None else public, getattr(simulation, "public_labels", None)
+        pipeline, availability = self._unusual_pipeline(), self._availability[e]
         return inputs_of(config, method, federation, self._digest, images, pipeline, labels, availability, model)
 
     def completed(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
@@ -147,9 +146,8 @@ class Setup:
             Experiment(data, m, build.local_training(c, m), c.seed, availability=available)
             for (c, m), data, available in zip(self.pairs, self.federations, self._availability, strict=True)
         ]
-        model = self.given.model
-        if model is None:
-            model = config.model or build.default_model(federation.dataset)
+        given = self.given.model
+        model = (config.model or build.default_model(federation.dataset)) if given is None else given
         if isinstance(model, list | tuple):
             raise UserError(f"{config.method} trains one model: give that, not several.")
         return Simulation(
@@ -252,10 +250,6 @@ class Setup:
                 "part: use `eval_every=1`."
             )
 
-    def _about_calibration(self, e: int) -> list[str]:
-        """Advice about calibrating the global model; UserError if it cannot be calibrated."""
-        return check_calibration(self.simulation, e) if self.pairs[e][0].calibrate == "ccvr" else []
-
     def advice(self, e: int) -> list[str]:
         """Sentences about settings without effect, and the method's own advice about the settings."""
         (config, method), federation = self.pairs[e], self.federations[e]
@@ -286,11 +280,8 @@ class Setup:
         """
         self.convolutions = convolutions_of(self.config, self.simulation, state, noted, say)
         lanes = noted["lanes"] if noted else self.config.lanes
-        if lanes == "auto":
-            jobs = len(self.pairs) * (self.config.cohort or self.federations[0].num_clients)
-            self.simulation = self.with_fastest_lanes(state, jobs)
-        else:
-            self.simulation = self._with_lanes(lanes)
+        jobs = len(self.pairs) * (self.config.cohort or self.federations[0].num_clients)
+        self.simulation = self.with_fastest_lanes(state, jobs) if lanes == "auto" else self._with_lanes(lanes)
 
     def _with_lanes(self, lanes: int) -> Any:
         return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
@@ -317,9 +308,7 @@ class Setup:
     def concluded(self, rounds: int, state: State, best: Any, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The results [E] plus fine-tuning and calibration after `rounds` rounds; `best` is used if `keeps_best`."""
         results = [result | {"pa_protocol": result["pa_protocol"] + IN_WORDS[self.protocol]} for result in results]
-        changes = [{} for _ in results]
-        if self.config.calibrate == "ccvr":
-            changes = calibrated(self.simulation, state)
+        changes = calibrated(self.simulation, state) if self.config.calibrate == "ccvr" else [{}] * len(results)
         if self.tunes:
             tuner = self.simulation.tuner(self.config.fine_tune_epochs, tests_epochs=needs_epochs(self.protocol))
             if self.keeps_best:

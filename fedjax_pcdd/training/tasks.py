@@ -7,7 +7,7 @@ Letters: K participants, D = K domains, C classes.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -70,12 +70,9 @@ class ParticipantSetup(Setup):
         (config, method), federation = self.pairs[0], self.federations[0]
         labels = self.public_labels if method.traits().transfer_epochs else None
         self.check_options(method)
-        models = [
-            self.in_form(build.build_model(config, architecture, federation.dataset)) for architecture in self.models()
-        ]
-        (private, pipeline), public = self.pipelines(), None
-        if method.traits().needs_public:
-            public = Public(self.public, pipeline, config.public_batch)
+        models = [self.in_form(build.build_model(config, model, federation.dataset)) for model in self.models()]
+        private, pipeline = self.pipelines()
+        public = Public(self.public, pipeline, config.public_batch) if method.traits().needs_public else None
         return Groups(
             models, federation, method, build.local_training(config, method), seed=config.seed, epochs=self.epochs,
             public=public, public_labels=labels, pipeline=private, execution=self._execution(lanes),
@@ -266,18 +263,14 @@ class Correlation(Callback):
             means = np.array([pictures.diagonals(public), pictures.diagonals(private)])
             arrays = {"matrices": public, "private": private, "means": means, "participants": self.names}
             self.folder.draw("correlation.npz", lambda path: np.savez_compressed(path, **arrays))
-            self.folder.draw(
-                "correlation.png", lambda path: pictures.draw_matrices(public, self.names, path, private=private)
-            )
+            self.folder.draw("correlation.png", partial(pictures.draw_matrices, public, self.names, private=private))
 
     def _private(self, run: Run, k: int) -> np.ndarray:
         """Correlation matrix [C, C] of participant k on its own training images."""
         images = run.federation.dataset.x_train[run.federation.partition.train[k]]
         batches = np.array_split(images, -(-len(images) // PRIVATE_BATCH))
-        logits = [
-            np.concatenate([run.outputs(batch, client=j).logits for batch in batches]) for j in range(len(self.names))
-        ]
-        return np.asarray(pictures.correlation_matrices(np.stack(logits))[k])
+        logits = [[run.outputs(batch, client=j).logits for batch in batches] for j in range(len(self.names))]
+        return np.asarray(pictures.correlation_matrices(np.stack([*map(np.concatenate, logits)]))[k])
 
 
 def _means(shares: np.ndarray) -> dict[str, float]:

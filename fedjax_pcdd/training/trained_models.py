@@ -40,17 +40,14 @@ def parts_of(simulation: Any) -> list[Part]:
     """The architectures of a `Simulation` or of `Groups`."""
     if not isinstance(simulation, Groups):
         return [Part(simulation, range(simulation.federations[0].num_clients), None)]
-    return [
-        Part(group, members, g)
-        for g, (group, members) in enumerate(zip(simulation.groups, simulation.members, strict=True))
-    ]
+    pairs = zip(simulation.groups, simulation.members, strict=True)
+    return [Part(group, members, g) for g, (group, members) in enumerate(pairs)]
 
 
 def _answered(ask: Callable[[], jax.Array], plain: Callable[[], Outputs]) -> Outputs:
     """The logits that a method returns, and the features of the model that it runs for them (of several, the first).
 
-    Args:
-      plain: runs the model as it is, for a method that runs none, or only within a transformation such as `jax.vmap`.
+    `plain` runs the model as it is, for a method that runs none, or only within a transformation such as `jax.vmap`.
     """
     model_outputs: list[Outputs] = []
 
@@ -149,9 +146,5 @@ class TrainedModels:
         part = next(part for part in parts_of(self.simulation) if client in part.members)
         state, position = part.of(self.state), part.members.index(client)
         row = position if part.group is not None else self.index * clients + client
-        return (
-            part.simulation,
-            select(state.servers, 0),
-            State((), *select((state.clients, state.statistics), position)),
-            row,
-        )
+        own = State((), *select((state.clients, state.statistics), position))
+        return part.simulation, select(state.servers, 0), own, row

@@ -28,7 +28,7 @@ from fedjax_pcdd.training import loop
 from fedjax_pcdd.training.checkpoint import Pace
 from fedjax_pcdd.training.config import RunConfig, build
 from fedjax_pcdd.training.named_arrays import bytes_of
-from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
+from fedjax_pcdd.training.progress import SweepBar
 from fedjax_pcdd.training.setup import Setup
 
 SMALL = {
@@ -301,7 +301,7 @@ def test_one_progress_bar_counts_the_rounds_of_all_experiments():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with SweepBar({"first": 4, "second": 2}, console) as bar:
         for name, round in (("first", 1), ("first", 3), ("second", 1)):
-            PartOfSweep(bar, name).on_round(types.SimpleNamespace(round=round), None)
+            bar.part(name).on_round(types.SimpleNamespace(round=round), None)
         assert bar.completed == 4
         bar.end("second")
         assert bar.completed == 5
