@@ -29,7 +29,7 @@ from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.executables import compiled, fresh_variables
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import Evaluation, Report, State, Tree, samples_of, stream_of
-from fedjax_pcdd.engine.round import aggregated
+from fedjax_pcdd.engine.round import Work, aggregated
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import built
@@ -250,8 +250,8 @@ class Groups:
         """Public images of each step of an exchange [steps, B]; every epoch a fresh permutation in full batches."""
         assert self.public is not None  # `_check` has seen to it
         total, epochs = len(self.public.images), range(self.method.public_epochs)  # pyright: ignore[reportAttributeAccessIssue]
-        batch = min(self.public.batch, total)
-        permutations = [schedule.stream(self.seed, round, schedule.NO_CLIENT, e).permutation(total) for e in epochs]
+        batch, draws = min(self.public.batch, total), schedule.streams(self.seed, round)
+        permutations = [draws(schedule.NO_CLIENT, epoch).permutation(total) for epoch in epochs]
         return np.concatenate([x[: total // batch * batch] for x in permutations]).reshape(-1, batch).astype(np.int32)
 
     def step(
@@ -278,8 +278,8 @@ class Groups:
         """Every group's next server, aggregated from its previous one and the messages of all groups."""
         message, number = self._message([message for _, message in outcomes]), np.int32(round)
         return [
-            aggregate(group.methods, group.hyper_at(round), group.data, group.keys, server, message, jobs, number)
-            for group, aggregate, (server, _) in zip(self.groups, self._aggregates, outcomes, strict=True)
+            aggregate(g.data, message, Work(g.methods, g.hyper_at(round), g.keys, server, jobs, number))
+            for g, aggregate, (server, _) in zip(self.groups, self._aggregates, outcomes, strict=True)
         ]
 
     def _message(self, messages: Sequence[Message]) -> Message:
