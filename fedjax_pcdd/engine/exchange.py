@@ -17,7 +17,6 @@ import optax
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.jobs import only
-from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import Data, Program, Tree, lift
 from fedjax_pcdd.methods.checks import flags, of_kind, same_shapes, scalar
 from fedjax_pcdd.methods.method import Context, Keys, Local
@@ -98,12 +97,9 @@ class Exchange:
     def begin(self, g: int, clients: Tree) -> Active:
         """The participants of a group, before the first step."""
         variables = jax.vmap(model_of)(clients)
-        start = jax.vmap(self.optimiser(g).init)(variables["params"])
+        optimiser = self.table.programs[g].optimiser(self.method, self.local)
+        start = jax.vmap(optimiser.init)(variables["params"])
         return Active(jnp.arange(len(self.table.members[g])), clients, variables, start)
-
-    def optimiser(self, g: int) -> optax.GradientTransformationExtraArgs:
-        """The optimiser of the steps on public images."""
-        return make_optimiser(self.local, clip=self.table.programs[g].clip, apart=self.method.traits().apart)
 
     def context(self, g: int, one: Active, public: Tree, step) -> Context:
         """What a participant's hooks see."""
@@ -160,7 +156,7 @@ class Exchange:
     def move(self, g: int, one: Active, batch: PublicBatch, public: Tree, t) -> Active:
         """One optimiser step of one participant."""
         method, context = self.method, self.context(g, one, public, t)
-        params, optimiser = one.variables["params"], self.optimiser(g)
+        params, optimiser = one.variables["params"], self.table.programs[g].optimiser(method, self.local)
         moving = flags(method, "trainable", method.trainable(params, context), params)
 
         def loss(params):

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import LAYERS, OPTIMISER, Data, Program, Tree, stream_of
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import numbers
@@ -87,11 +86,7 @@ def keeps(program: Program) -> bool:
 def kept_of_client(
     program: Program, method: Method, hyper: Local, image_shape: tuple[int, ...], server: Tree, client: Tree
 ) -> dict[str, Tree]:
-    """What the engine keeps for a client besides the method's state, before the first round.
-
-    Args:
-      hyper: local training, with its floats as hooks see them.
-    """
+    """What the engine keeps for a client besides the method's state before the first round; `hyper` as hooks see it."""
     kept, received = {}, method.download(server, client)
     if program.local_statistics:
         collections = jax.eval_shape(partial(initialise, program.model, jax.random.key(0), image_shape))
@@ -99,6 +94,5 @@ def kept_of_client(
     if program.setting.own_layers:
         kept[LAYERS] = program.layers_of(received["params"])
     if program.setting.keeps_optimiser:
-        optimiser = make_optimiser(hyper, clip=program.clip, apart=method.traits().apart)
-        kept[OPTIMISER] = optimiser.init(zeros_like(received["params"]))
+        kept[OPTIMISER] = program.optimiser(method, hyper).init(zeros_like(received["params"]))
     return kept

@@ -27,13 +27,14 @@ from fedjax_pcdd.engine.blocks import client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.executables import compiled, fresh_variables
+from fedjax_pcdd.engine.first_state import First, first_client
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import Evaluation, Report, State, Tree, samples_of, stream_of
 from fedjax_pcdd.engine.round import Work, aggregated
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import built
-from fedjax_pcdd.methods.method import Local, Message, Method, Server
+from fedjax_pcdd.methods.method import Local, Message, Method
 from fedjax_pcdd.methods.participant import model_of, with_model
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import select
@@ -211,14 +212,10 @@ class Groups:
 
     def states_of(self, g: int, variables: Tree) -> Tree:
         """States of a group's participants from their models [K_g, ...]."""
-        program, data, key = self.groups[g].program, self.groups[g].data, stream_of(self.seed, "client")
-        rows, numbers = jnp.arange(len(self.members[g])), jnp.array(self.members[g])
-
-        def initial_state(row, number, variables):
-            client_key = jax.random.fold_in(key, number)
-            return self.method.init_client(program.setting, Server(variables), program.facts_of(data, row), client_key)
-
-        return jax.jit(jax.vmap(initial_state))(rows, numbers, variables)
+        program, data, rows = self.groups[g].program, self.groups[g].data, jnp.arange(len(self.members[g]))
+        counts = data.whole.counts if data.whole else data.class_counts
+        first = First(self.method, (), stream_of(self.seed, "client"), counts)
+        return jax.jit(jax.vmap(partial(first_client, program, first), (0, None, 0)))(variables, data, rows)
 
     def clients_of(self, round: int) -> list[np.ndarray]:
         """All participants."""

@@ -159,9 +159,8 @@ def empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]
     lane = jax.eval_shape(lambda: load(program, inputs, state, 0, 0))
     message = jax.eval_shape(partial(upload, program, inputs), lane)[1]
     leading = () if program.experiments == 1 else (program.experiments,)
-    reduced = Message(
-        zeros_like(message.mean, *leading), zeros_like(message.total, *leading), zeros_like(message.each, jobs)
-    )
+    mean, total = zeros_like((message.mean, message.total), *leading)
+    reduced = Message(mean, total, zeros_like(message.each, jobs))
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
     before = jnp.zeros((jobs, program.tests_epochs, program.counts), jnp.int32)
     correct = jnp.zeros((jobs, program.counts), jnp.int32)
