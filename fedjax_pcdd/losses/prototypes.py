@@ -74,15 +74,14 @@ def inter_class(
     Returns:
       Scalar >= 0; 0 with zero gradient when there is no pair.
     """
-    dtype = jnp.promote_types(features.dtype, jnp.float32)
-    valid = valid.astype(bool)
-    anchors = membership(labels, valid.shape[0], mask, dtype).of_samples * valid
+    features, valid = precise(features), valid.astype(bool)
+    anchors = membership(labels, valid.shape[0], mask, features.dtype).of_samples * valid
     counts = jnp.sum(anchors, axis=0)
     present, rivals = counts > 0, candidates.astype(bool) & valid
     pairs = jnp.sum(present) * jnp.sum(rivals) - jnp.sum(present & rivals)
-    features = jnp.where(jnp.any(anchors > 0, axis=1)[:, None], features.astype(dtype), 0)
+    features = jnp.where(jnp.any(anchors > 0, axis=1)[:, None], features, 0)
     centre = jnp.sum(jnp.where(valid[:, None], prototypes, 0), axis=0) / jnp.maximum(jnp.sum(valid), 1)
-    targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, centre)).astype(dtype)
+    targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, centre)).astype(features.dtype)
     distances = _distances(features, targets)
     own_distances = jnp.sum(anchors * distances, axis=1, keepdims=True)
     sample_weights = anchors / jnp.maximum(counts, 1)
