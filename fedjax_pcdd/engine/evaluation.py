@@ -39,11 +39,7 @@ def logits_of(program: Program, method: Any, variables: Tree, images: jax.Array,
 
 
 def personal_logits(program: Program, methods, state: State, data: Data, entry: Tree, scope: Any) -> Callable:
-    """A client's model between rounds, as a function from prepared images to logits [B, C].
-
-    Args:
-      entry: the client's row, state and statistics.
-    """
+    """The model of a client (row, state, statistics) between rounds: a function of prepared images to logits [B, C]."""
     row, client, statistics = entry
     method, server = program.of_experiment((methods, state.servers), program.experiment_of(row))
     personal = of_model(method, "personal_variables", method.personal_variables(server, client))
@@ -77,11 +73,7 @@ def tally(
 
 @full_precision
 def domain_correct(program: Program, how: Pass, methods, state: State, data: Data, tests: Samples) -> jax.Array:
-    """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5.
-
-    Args:
-      how: the pass of a model over one list.
-    """
+    """Correct predictions [n, D, 2, C] of the personal models of all rows in passes over D test lists: top-1, top-5."""
     shape = jax.ShapeDtypeStruct((2, program.setting.num_classes), jnp.int32)
 
     def client_correct(entry):
@@ -127,11 +119,7 @@ def on_own_tests(predict: Callable, program: Program, samples: Samples, row) -> 
 
 
 def on_whole_test(predict: Callable, program: Program, samples: Samples, models: int, devices: int = 1) -> jax.Array:
-    """Correct predictions per class [C] on all test images, or on this device's part if several divide them.
-
-    Args:
-      models: how many are tested together.
-    """
+    """Correct predictions per class [C] on all test images or this device's part; `models` are tested together."""
     images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
     template = jax.ShapeDtypeStruct((program.counts,), jnp.int32)
     start, size, most = part_of(devices, samples.labels.shape[0])

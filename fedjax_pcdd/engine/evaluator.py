@@ -45,11 +45,7 @@ class Evaluator:
         self.personal_correct = compiled(personal_correct, self.program, static_argnums=0)
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
-        """All counts of a state.
-
-        Args:
-          personal: also test every client's personal model on its own data.
-        """
+        """All counts of a state; if `personal`, also those of every client's personal model on its own data."""
         generic, further = self.general(state)
         local = () if self.methods.traits().global_model else self.personal(state, own=False)
         return Evaluation(generic, self.personal(state) if personal else (), local, further)

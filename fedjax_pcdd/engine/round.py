@@ -57,12 +57,7 @@ class Work(NamedTuple):
 
 @full_precision
 def begin_round(program: Program, data: Data, kept, work: Work) -> Any:
-    """The initial carry of such a round.
-
-    Args:
-      data: of any chunk.
-      kept: clients and statistics.
-    """
+    """The initial carry of such a round, from the data of any chunk; `kept` is clients and statistics."""
     return empty(program, work.on(data), State(work.servers, *kept))
 
 
@@ -79,11 +74,7 @@ def end_round(program: Program, data: Data, kept, outcome: Outcome, work: Work) 
 
 
 def _ended(program: Program, data: Data, held: Any, outcome: Outcome, work: Work) -> tuple[State, Report]:
-    """The state and report of a round: aggregate in every experiment, and write the clients' state.
-
-    Args:
-      held: clients and statistics before the round, which are written to unless the outcome has all of them.
-    """
+    """The state and report of a round: aggregate in every experiment, and write the clients' state into `held`."""
     message, jobs = outcome.message, work.jobs
     if program.experiments == 1:
         mean, total = jax.tree.map(lambda x: x[None], (message.mean, message.total))

@@ -143,11 +143,7 @@ class Simulation(Planner):
         self._make_programs()
 
     def _fitted(self, execution: Execution, most: int) -> tuple[Execution, Blocks]:
-        """The execution with only as many lanes as have jobs and with a test batch size, and the blocks of jobs.
-
-        Args:
-          most: jobs of one device in a round.
-        """
+        """The execution with a test batch size and no more lanes than the `most` jobs of a device, and their blocks."""
         lanes = max(1, min(execution.lanes, most))
         everyone = execution.devices == 1 and self.everyone_trains
         blocks = choose_blocks(self.round_steps.ravel(), most, lanes, everyone=everyone, size=execution.block)
@@ -382,11 +378,8 @@ class Simulation(Planner):
     def tuner(self, epochs: int, *, tests_epochs: bool = False) -> "Simulation":
         """A simulation in which every client fine-tunes for PA, by the method's `fine_tuner`.
 
-        Its cohort is all clients, or this simulation's cohort if clients or samples live off the device.
-
-        Args:
-          epochs: as requested by the user.
-          tests_epochs: also test clients before every epoch.
+        Its cohort is all clients, or this simulation's cohort if clients or samples live off the device. The epochs are
+        those that the user requested; with `tests_epochs` clients are also tested before each.
         """
         experiments = [
             experiment._replace(
@@ -410,8 +403,7 @@ class Simulation(Planner):
     ) -> "Simulation":  # fmt: skip
         """A simulation of other experiments, set up as this one, with averaged statistics and all clients available.
 
-        Args:
-          model, pipeline: instead of this one's.
+        Its model and pipeline are this one's unless given.
         """
         program, experiments = self.program, [e._replace(availability=None) for e in experiments]
         pairs = zip(experiments, self.federations, strict=False)

@@ -46,8 +46,7 @@ Candidates = dict[str, Callable[[jax.Array, jax.Array], jax.Array]]
 def candidates(jobs: int, devices: int = 1) -> list[int]:
     """Lane counts worth trying, few first: the number of cores on a CPU, up to all clients at once elsewhere.
 
-    Args:
-      jobs: J of a device; devices: of this process.
+    The jobs are those of a device, the devices those of this process.
     """
     if jax.default_backend() == "cpu":
         values = {1, max(1, processors() // devices)}
