@@ -66,9 +66,7 @@ def mean_kept(portions: Iterable[Portion], weights: np.ndarray) -> Tree:
     """The mean of the layers and running statistics that clients keep, [E, ...], weighted by [E, K]."""
     shares = weights / weights.sum(1, keepdims=True)
     by_row = np.einsum("ek,ed->edk", shares, np.eye(len(shares))).reshape(len(shares), -1)  # [E, R]
-
-    def portion_sums(state, rows, slots, first):
-        models = {name: tree for name, tree in state.statistics.items() if name != OPTIMISER}
-        return _kept_sums(models, slots, by_row[:, rows] * first)
-
-    return total(portion_sums(*portion) for portion in portions)
+    return total(
+        _kept_sums({k: v for k, v in held.statistics.items() if k != OPTIMISER}, slots, by_row[:, rows] * first)
+        for held, rows, slots, first in portions
+    )

@@ -78,11 +78,6 @@ def repeated(tree: Tree, rows: jax.Array) -> Tree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*rows.shape, *jnp.shape(x))), tree)
 
 
-def keeps(program: Program) -> bool:
-    """Whether the engine keeps anything for each client besides the method's state."""
-    return bool(program.local_statistics or program.setting.own_layers or program.setting.keeps_optimiser)
-
-
 def kept_of_client(
     program: Program, method: Method, hyper: Local, image_shape: tuple[int, ...], server: Tree, client: Tree
 ) -> dict[str, Tree]:

@@ -25,7 +25,7 @@ from fedjax_pcdd.engine.devices import in_sentences
 from fedjax_pcdd.engine.evaluator import Evaluator
 from fedjax_pcdd.engine.executables import compiled, compiler_options, fresh_variables
 from fedjax_pcdd.engine.execution import Execution
-from fedjax_pcdd.engine.first_state import First, first_client, first_clients, first_of, keeps, kept_of_client, repeated
+from fedjax_pcdd.engine.first_state import First, first_client, first_clients, first_of, kept_of_client, repeated
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
 from fedjax_pcdd.engine.program import Data, Evaluation, Program, Report, State, Tree, Whole, load_data, stream_of
@@ -259,7 +259,7 @@ class Simulation(Planner):
             return self._first_clients(firsts[e], models[e], data, rows)
 
         clients, statistics = self.storage.initial(make, len(firsts)), ()
-        if keeps(self.program):
+        if self.program.local_statistics or self.program.setting.own_layers or self.program.setting.keeps_optimiser:
             kept = [self._kept(e, firsts[e], models[e], data) for e in numbers]
             statistics = self.storage.initial(lambda e, rows: repeated(kept[e], rows), len(firsts))
         return self.storage.placed(State(_stack(*(first.server for first in firsts)), clients, statistics))
