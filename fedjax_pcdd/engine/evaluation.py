@@ -1,4 +1,4 @@
-"""Accuracy counts: the global test set (GA) and each client's own (PA), top-1, per class.
+"""Accuracy counts per class: on the global test set (GA), also of the clients' ensemble, and on each client's own (PA).
 
 The functions count correct predictions [.., C]; `training` divides them by the number of test samples.
 """
@@ -184,6 +184,41 @@ def personal_correct(program: Program, own: bool, methods, state: State, data: D
         return by_client(program, client_correct, (rows, state.clients, state.statistics))
 
     return over_rows(count, gathered, program, methods, state, data, rows, slots, own_tests=own)
+
+
+@full_precision
+def softmax_sums(program: Program, methods, state: State, data: Data, rows, slots, live) -> jax.Array:
+    """Sums of the personal models' softmax outputs on the whole test set, [E, N, C].
+
+    Args:
+      state, rows, slots: as in `personal_correct`.
+      live: [n] booleans, which of the rows count.
+    """
+
+    def sums(methods, state, data, entries):
+        def batch(index):
+            images = prepare(program.pipeline, data.test.images[index], None, train=False, dtype=program.dtype)
+
+            def client_softmax(entry):
+                client, counts = entry
+                logits = personal_logits(program, methods, state, data, client, "local")(images)
+                return jnp.where(counts, jax.nn.softmax(logits), 0)
+
+            rows, live = entries
+            outputs = by_client(program, client_softmax, ((rows, state.clients, state.statistics), live))  # [n, B, C]
+            experiment = rows // program.setting.num_clients
+            return jax.ops.segment_sum(outputs, experiment, program.experiments).swapaxes(0, 1)
+
+        images = data.test.labels.shape[0]
+        return over_all(batch, images, program.eval_batch_of(program.blocks.size)).swapaxes(0, 1)
+
+    return over_rows(sums, summed, program, methods, state, data, (rows, live), slots)
+
+
+def ensemble_correct(program: Program, sums: jax.Array, data: Data) -> jax.Array:
+    """Correct predictions [E, C] of the ensembles from their sums [E, N, C]; the largest entry is the prediction."""
+    labels = data.test.labels
+    return jax.vmap(lambda scores: tally(program, scores, labels, jnp.ones(labels.shape, bool)))(sums)
 
 
 def over_rows(
