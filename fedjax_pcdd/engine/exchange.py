@@ -132,9 +132,6 @@ class Exchange:
         def say(g, active):
             return self.method.say(active.variables, batch, self.context(g, active, public, t))
 
-        def move(g, active, target):
-            return self.move(g, active, batch._replace(target=target), public, t)
-
         if targets is None:
             answers = [self.table.lifted(g, partial(say, g), group) for g, group in enumerate(groups)]
             public, batch_targets = self.method.agree(public, self.table.in_order(answers), self.counts)
@@ -142,9 +139,8 @@ class Exchange:
         else:
             batch_targets = jax.tree.map(lambda x: x[:, index], targets)
         group_targets = [select(batch_targets, np.array(members)) for members in self.table.members]
-        return tuple(
-            self.table.lifted(g, partial(move, g), group, group_targets[g]) for g, group in enumerate(groups)
-        ), public
+        pairs = enumerate(zip(groups, group_targets, strict=True))
+        return tuple(self.table.lifted(g, partial(self.move, g, batch, public, t), *pair) for g, pair in pairs), public
 
     def batch(self, index, key) -> PublicBatch:
         """A batch of public images, augmented if the pipeline is random, and plain."""
@@ -153,9 +149,9 @@ class Exchange:
         augmented = prepare(pipeline, images, key, train=True, dtype=dtype) if pipeline.random else plain
         return PublicBatch(augmented, plain, ())
 
-    def move(self, g: int, one: Active, batch: PublicBatch, public: Tree, t) -> Active:
+    def move(self, g: int, batch: PublicBatch, public: Tree, t, one: Active, target: Tree) -> Active:
         """One optimiser step of one participant."""
-        method, context = self.method, self.context(g, one, public, t)
+        method, context, batch = self.method, self.context(g, one, public, t), batch._replace(target=target)
         params, optimiser = one.variables["params"], self.table.programs[g].optimiser(method, self.local)
         moving = flags(method, "trainable", method.trainable(params, context), params)
 
