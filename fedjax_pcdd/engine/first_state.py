@@ -40,11 +40,7 @@ class First(NamedTuple):
 
 
 def first_of(program: Program, method: Method, data: Data, variables: Tree, *, experiment: int, seed: int) -> First:
-    """The initial server state of an experiment, and what its clients' follow from.
-
-    Args:
-      method: as configured.
-      variables: of the model.
+    """The initial server state of an experiment, and what its clients' follow from; the method is as configured.
 
     Raises:
       UserError: the method returns something that is no valid state.

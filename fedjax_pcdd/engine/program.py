@@ -279,9 +279,7 @@ def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pas
     """Sum of function(index [B], mask [B]) over `size` entries of samples.order from `start`, in m batches.
 
     A batch takes every m-th entry, so a list sorted by class gives mixed batches, and none is nearly empty.
-
-    Args:
-      template: shapes and dtypes of the function's result, which is traced once more to learn them if this is None.
+    The template has the shapes and dtypes of the function's result, which is traced once more to learn them without it.
     """
     batch, turns = how
     batches = turns or (size + batch - 1) // batch

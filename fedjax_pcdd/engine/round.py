@@ -25,9 +25,7 @@ def training_round(program: Program, methods, hyper, data, keys, state: State, s
     """One round: local training of all jobs, then aggregation in every experiment.
 
     The new state's servers are the next ones or, if `Program.aggregates` is False, the former ones and their messages.
-
-    Args:
-      sent: plan, jobs and round number.
+    `sent` is plan, jobs and round number.
     """
     plan, jobs, round = opened(sent)
     work = Work(methods, hyper, keys, state.servers, jobs, round)

@@ -212,13 +212,9 @@ def operations(model: Classifier, image_shape: tuple[int, ...], batch: int, lane
 
 
 def time_forms(asked: Iterable[Operation], deadline: float) -> Choices:
-    """The fastest rule of each operation, until `time.perf_counter()` reaches the deadline.
+    """The fastest rule of each operation, the most important first, until `time.perf_counter()` reaches the deadline.
 
     A form that the compiler refuses, or for which memory does not suffice, is not a candidate.
-
-    Args:
-      asked: most important first.
-      deadline: after which no operation is begun.
     """
     timed: list[tuple[Operation, Rule]] = []
     for operation in asked:
