@@ -284,10 +284,8 @@ def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
 def origin_of(part: Any, path: str = "") -> Origin | None:
     """Where a part comes from; None for one of this package, or without a file (a notebook's cell).
 
-    Its `object` is "" for an instance that no module holds under a name.
-
-    Args:
-      path: the import path that the part was found by, if any.
+    Its `object` is "" for an instance that no module holds under a name. `path` is the import path that the part was
+    found by, if any.
     """
     if path:
         head, _, tail = path.rpartition(":")

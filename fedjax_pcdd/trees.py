@@ -66,15 +66,12 @@ def total(trees: Iterable[Tree]) -> Tree:
 
 
 def on_leaves(function: Callable[..., jax.Array], **options: Any) -> Callable[..., Tree]:
-    """Compile a function of arrays as a function of trees: it is applied leaf by leaf; keywords are passed on.
+    """Compile a function of one array of each tree as one of trees, applied leaf by leaf; keywords are passed on.
 
     `jax.jit` only sees the leaves. This is needed for module-level functions of methods' and users' states: JAX 0.10.2
     considers the tree structures of two Flax dataclasses equal, whatever their classes (only their hashes differ), so
-    that the program compiled for one can be used for the other and return an instance of the wrong class.
-
-    Args:
-      function: takes one array of each tree.
-      options: for `jax.jit`.
+    that the program compiled for one can be used for the other and return an instance of the wrong class. The options
+    are those of `jax.jit`.
     """
 
     @functools.partial(jax.jit, **options)

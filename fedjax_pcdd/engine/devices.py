@@ -44,13 +44,10 @@ class OutOfMemory(UserError):
 
 @contextlib.contextmanager
 def in_sentences(doing: str) -> Iterator[None]:
-    """Raise device errors as a `UserError`, or as `OutOfMemory` where that is the reason.
+    """Raise device errors when `doing` something as a `UserError`, or as `OutOfMemory` where that is the reason.
 
     To errors of JAX about code that cannot be traced it adds what usually helps.
     With several processes other errors pass unchanged, as they may be about another process.
-
-    Args:
-      doing: what the device was doing, such as "compiling the round".
     """
     try:
         yield
@@ -120,10 +117,7 @@ def processors() -> int:
 
 
 def started_platforms(name: str) -> set[str]:
-    """Start JAX and return the platforms of its devices; its complaints become one-line warnings.
-
-    Args:
-      name: the requested platform, "auto", "cpu", "gpu" or "tpu".
+    """Start JAX, ask for "auto", "cpu", "gpu" or "tpu", and return its platforms; complaints become one-line warnings.
 
     Raises:
       UserError: JAX cannot start the requested platform, for example because its driver is missing or too old.

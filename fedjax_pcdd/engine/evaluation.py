@@ -1,4 +1,4 @@
-"""Accuracy counts: the global test set (GA) and each client's own (PA), top-1, per class.
+"""Accuracy counts per class: on the global test set (GA), also of the clients' ensemble, and on each client's own (PA).
 
 The functions count correct predictions [.., C]; `training` divides them by the number of test samples.
 """
@@ -39,11 +39,7 @@ def logits_of(program: Program, method: Any, variables: Tree, images: jax.Array,
 
 
 def personal_logits(program: Program, methods, state: State, data: Data, entry: Tree, scope: Any) -> Callable:
-    """A client's model between rounds, as a function from prepared images to logits [B, C].
-
-    Args:
-      entry: the client's row, state and statistics.
-    """
+    """The model of a client (row, state, statistics) between rounds: a function of prepared images to logits [B, C]."""
     row, client, statistics = entry
     method, server = program.of_experiment((methods, state.servers), program.experiment_of(row))
     personal = of_model(method, "personal_variables", method.personal_variables(server, client))
@@ -77,11 +73,7 @@ def tally(
 
 @full_precision
 def domain_correct(program: Program, how: Pass, methods, state: State, data: Data, tests: Samples) -> jax.Array:
-    """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5.
-
-    Args:
-      how: the pass of a model over one list.
-    """
+    """Correct predictions [n, D, 2, C] of the personal models of all rows in passes over D test lists: top-1, top-5."""
     shape = jax.ShapeDtypeStruct((2, program.setting.num_classes), jnp.int32)
 
     def client_correct(entry):
@@ -127,11 +119,7 @@ def on_own_tests(predict: Callable, program: Program, samples: Samples, row) -> 
 
 
 def on_whole_test(predict: Callable, program: Program, samples: Samples, models: int, devices: int = 1) -> jax.Array:
-    """Correct predictions per class [C] on all test images, or on this device's part if several divide them.
-
-    Args:
-      models: how many are tested together.
-    """
+    """Correct predictions per class [C] on all test images or this device's part; `models` are tested together."""
     images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
     template = jax.ShapeDtypeStruct((program.counts,), jnp.int32)
     start, size, most = part_of(devices, samples.labels.shape[0])
@@ -196,6 +184,41 @@ def personal_correct(program: Program, own: bool, methods, state: State, data: D
         return by_client(program, client_correct, (rows, state.clients, state.statistics))
 
     return over_rows(count, gathered, program, methods, state, data, rows, slots, own_tests=own)
+
+
+@full_precision
+def softmax_sums(program: Program, methods, state: State, data: Data, rows, slots, live) -> jax.Array:
+    """Sums of the personal models' softmax outputs on the whole test set, [E, N, C].
+
+    Args:
+      state, rows, slots: as in `personal_correct`.
+      live: [n] booleans, which of the rows count.
+    """
+
+    def sums(methods, state, data, entries):
+        def batch(index):
+            images = prepare(program.pipeline, data.test.images[index], None, train=False, dtype=program.dtype)
+
+            def client_softmax(entry):
+                client, counts = entry
+                logits = personal_logits(program, methods, state, data, client, "local")(images)
+                return jnp.where(counts, jax.nn.softmax(logits), 0)
+
+            rows, live = entries
+            outputs = by_client(program, client_softmax, ((rows, state.clients, state.statistics), live))  # [n, B, C]
+            experiment = rows // program.setting.num_clients
+            return jax.ops.segment_sum(outputs, experiment, program.experiments).swapaxes(0, 1)
+
+        images = data.test.labels.shape[0]
+        return over_all(batch, images, program.eval_batch_of(program.blocks.size)).swapaxes(0, 1)
+
+    return over_rows(sums, summed, program, methods, state, data, (rows, live), slots)
+
+
+def ensemble_correct(program: Program, sums: jax.Array, data: Data) -> jax.Array:
+    """Correct predictions [E, C] of the ensembles from their sums [E, N, C]; the largest entry is the prediction."""
+    labels = data.test.labels
+    return jax.vmap(lambda scores: tally(program, scores, labels, jnp.ones(labels.shape, bool)))(sums)
 
 
 def over_rows(

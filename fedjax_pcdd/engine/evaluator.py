@@ -8,16 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.engine.ensemble import ensemble_correct, mean_kept, softmax_sums
-from fedjax_pcdd.engine.evaluation import generic_correct, personal_correct
+from fedjax_pcdd.engine.devices import full_precision
+from fedjax_pcdd.engine.evaluation import ensemble_correct, generic_correct, personal_correct, softmax_sums
 from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.mesh import distribute
-from fedjax_pcdd.engine.program import Data, Evaluation, Program, State, Tree
+from fedjax_pcdd.engine.program import OPTIMISER, Data, Evaluation, Program, State, Tree
 from fedjax_pcdd.engine.storage import OnDevice, Portion
 from fedjax_pcdd.engine.streaming import Streamed
 from fedjax_pcdd.trees import total
+
+
+@jax.jit
+@full_precision
+def _kept_sums(statistics: Tree, slots: jax.Array, shares: jax.Array) -> Tree:
+    """Sums over the clients in some slots [n], each weighted by its share [E, n]."""
+    return jax.tree.map(lambda x: jnp.tensordot(shares.astype(x.dtype), x[slots], 1), statistics)
 
 
 @dataclass
@@ -45,11 +53,7 @@ class Evaluator:
         self.personal_correct = compiled(personal_correct, self.program, static_argnums=0)
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
-        """All counts of a state.
-
-        Args:
-          personal: also test every client's personal model on its own data.
-        """
+        """All counts of a state; if `personal`, also those of every client's personal model on its own data."""
         generic, further = self.general(state)
         local = () if self.methods.traits().global_model else self.personal(state, own=False)
         return Evaluation(generic, self.personal(state) if personal else (), local, further)
@@ -77,7 +81,13 @@ class Evaluator:
         """The mean over all clients of the layers and statistics that they keep, [E, ...]; () without own layers."""
         if not self.program.setting.own_layers:
             return ()
-        return distribute(mean_kept(self._portions(state), self.weights), self.program.devices)
+        shares = self.weights / self.weights.sum(1, keepdims=True)
+        by_row = np.einsum("ek,ed->edk", shares, np.eye(len(shares))).reshape(len(shares), -1)  # [E, R]
+        mean = total(
+            _kept_sums({k: v for k, v in held.statistics.items() if k != OPTIMISER}, slots, by_row[:, rows] * first)
+            for held, rows, slots, first in self._portions(state)
+        )
+        return distribute(mean, self.program.devices)
 
     def _ensemble(self, state: State) -> jax.Array:
         """Correct predictions [E, C] of the mean of all clients' softmax outputs."""

@@ -17,7 +17,6 @@ import optax
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.jobs import only
-from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import Data, Program, Tree, lift
 from fedjax_pcdd.methods.checks import flags, of_kind, same_shapes, scalar
 from fedjax_pcdd.methods.method import Context, Keys, Local
@@ -98,12 +97,9 @@ class Exchange:
     def begin(self, g: int, clients: Tree) -> Active:
         """The participants of a group, before the first step."""
         variables = jax.vmap(model_of)(clients)
-        start = jax.vmap(self.optimiser(g).init)(variables["params"])
+        optimiser = self.table.programs[g].optimiser(self.method, self.local)
+        start = jax.vmap(optimiser.init)(variables["params"])
         return Active(jnp.arange(len(self.table.members[g])), clients, variables, start)
-
-    def optimiser(self, g: int) -> optax.GradientTransformationExtraArgs:
-        """The optimiser of the steps on public images."""
-        return make_optimiser(self.local, clip=self.table.programs[g].clip, apart=self.method.traits().apart)
 
     def context(self, g: int, one: Active, public: Tree, step) -> Context:
         """What a participant's hooks see."""
@@ -136,9 +132,6 @@ class Exchange:
         def say(g, active):
             return self.method.say(active.variables, batch, self.context(g, active, public, t))
 
-        def move(g, active, target):
-            return self.move(g, active, batch._replace(target=target), public, t)
-
         if targets is None:
             answers = [self.table.lifted(g, partial(say, g), group) for g, group in enumerate(groups)]
             public, batch_targets = self.method.agree(public, self.table.in_order(answers), self.counts)
@@ -146,9 +139,8 @@ class Exchange:
         else:
             batch_targets = jax.tree.map(lambda x: x[:, index], targets)
         group_targets = [select(batch_targets, np.array(members)) for members in self.table.members]
-        return tuple(
-            self.table.lifted(g, partial(move, g), group, group_targets[g]) for g, group in enumerate(groups)
-        ), public
+        pairs = enumerate(zip(groups, group_targets, strict=True))
+        return tuple(self.table.lifted(g, partial(self.move, g, batch, public, t), *pair) for g, pair in pairs), public
 
     def batch(self, index, key) -> PublicBatch:
         """A batch of public images, augmented if the pipeline is random, and plain."""
@@ -157,10 +149,10 @@ class Exchange:
         augmented = prepare(pipeline, images, key, train=True, dtype=dtype) if pipeline.random else plain
         return PublicBatch(augmented, plain, ())
 
-    def move(self, g: int, one: Active, batch: PublicBatch, public: Tree, t) -> Active:
+    def move(self, g: int, batch: PublicBatch, public: Tree, t, one: Active, target: Tree) -> Active:
         """One optimiser step of one participant."""
-        method, context = self.method, self.context(g, one, public, t)
-        params, optimiser = one.variables["params"], self.optimiser(g)
+        method, context, batch = self.method, self.context(g, one, public, t), batch._replace(target=target)
+        params, optimiser = one.variables["params"], self.table.programs[g].optimiser(method, self.local)
         moving = flags(method, "trainable", method.trainable(params, context), params)
 
         def loss(params):

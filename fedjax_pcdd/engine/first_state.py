@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import LAYERS, OPTIMISER, Data, Program, Tree, stream_of
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import numbers
@@ -41,11 +40,7 @@ class First(NamedTuple):
 
 
 def first_of(program: Program, method: Method, data: Data, variables: Tree, *, experiment: int, seed: int) -> First:
-    """The initial server state of an experiment, and what its clients' follow from.
-
-    Args:
-      method: as configured.
-      variables: of the model.
+    """The initial server state of an experiment, and what its clients' follow from; the method is as configured.
 
     Raises:
       UserError: the method returns something that is no valid state.
@@ -79,19 +74,10 @@ def repeated(tree: Tree, rows: jax.Array) -> Tree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*rows.shape, *jnp.shape(x))), tree)
 
 
-def keeps(program: Program) -> bool:
-    """Whether the engine keeps anything for each client besides the method's state."""
-    return bool(program.local_statistics or program.setting.own_layers or program.setting.keeps_optimiser)
-
-
 def kept_of_client(
     program: Program, method: Method, hyper: Local, image_shape: tuple[int, ...], server: Tree, client: Tree
 ) -> dict[str, Tree]:
-    """What the engine keeps for a client besides the method's state, before the first round.
-
-    Args:
-      hyper: local training, with its floats as hooks see them.
-    """
+    """What the engine keeps for a client besides the method's state before the first round; `hyper` as hooks see it."""
     kept, received = {}, method.download(server, client)
     if program.local_statistics:
         collections = jax.eval_shape(partial(initialise, program.model, jax.random.key(0), image_shape))
@@ -99,6 +85,5 @@ def kept_of_client(
     if program.setting.own_layers:
         kept[LAYERS] = program.layers_of(received["params"])
     if program.setting.keeps_optimiser:
-        optimiser = make_optimiser(hyper, clip=program.clip, apart=method.traits().apart)
-        kept[OPTIMISER] = optimiser.init(zeros_like(received["params"]))
+        kept[OPTIMISER] = program.optimiser(method, hyper).init(zeros_like(received["params"]))
     return kept

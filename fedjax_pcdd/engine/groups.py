@@ -27,13 +27,14 @@ from fedjax_pcdd.engine.blocks import client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.executables import compiled, fresh_variables
+from fedjax_pcdd.engine.first_state import First, first_client
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import Evaluation, Report, State, Tree, samples_of, stream_of
-from fedjax_pcdd.engine.round import aggregated
+from fedjax_pcdd.engine.round import Work, aggregated
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import built
-from fedjax_pcdd.methods.method import Local, Message, Method, Server
+from fedjax_pcdd.methods.method import Local, Message, Method
 from fedjax_pcdd.methods.participant import model_of, with_model
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import select
@@ -211,14 +212,10 @@ class Groups:
 
     def states_of(self, g: int, variables: Tree) -> Tree:
         """States of a group's participants from their models [K_g, ...]."""
-        program, data, key = self.groups[g].program, self.groups[g].data, stream_of(self.seed, "client")
-        rows, numbers = jnp.arange(len(self.members[g])), jnp.array(self.members[g])
-
-        def initial_state(row, number, variables):
-            client_key = jax.random.fold_in(key, number)
-            return self.method.init_client(program.setting, Server(variables), program.facts_of(data, row), client_key)
-
-        return jax.jit(jax.vmap(initial_state))(rows, numbers, variables)
+        program, data, rows = self.groups[g].program, self.groups[g].data, jnp.arange(len(self.members[g]))
+        counts = data.whole.counts if data.whole else data.class_counts
+        first = First(self.method, (), stream_of(self.seed, "client"), counts)
+        return jax.jit(jax.vmap(partial(first_client, program, first), (0, None, 0)))(variables, data, rows)
 
     def clients_of(self, round: int) -> list[np.ndarray]:
         """All participants."""
@@ -250,8 +247,8 @@ class Groups:
         """Public images of each step of an exchange [steps, B]; every epoch a fresh permutation in full batches."""
         assert self.public is not None  # `_check` has seen to it
         total, epochs = len(self.public.images), range(self.method.public_epochs)  # pyright: ignore[reportAttributeAccessIssue]
-        batch = min(self.public.batch, total)
-        permutations = [schedule.stream(self.seed, round, schedule.NO_CLIENT, e).permutation(total) for e in epochs]
+        batch, draws = min(self.public.batch, total), schedule.streams(self.seed, round)
+        permutations = [draws(schedule.NO_CLIENT, epoch).permutation(total) for epoch in epochs]
         return np.concatenate([x[: total // batch * batch] for x in permutations]).reshape(-1, batch).astype(np.int32)
 
     def step(
@@ -278,8 +275,8 @@ class Groups:
         """Every group's next server, aggregated from its previous one and the messages of all groups."""
         message, number = self._message([message for _, message in outcomes]), np.int32(round)
         return [
-            aggregate(group.methods, group.hyper_at(round), group.data, group.keys, server, message, jobs, number)
-            for group, aggregate, (server, _) in zip(self.groups, self._aggregates, outcomes, strict=True)
+            aggregate(g.data, message, Work(g.methods, g.hyper_at(round), g.keys, server, jobs, number))
+            for g, aggregate, (server, _) in zip(self.groups, self._aggregates, outcomes, strict=True)
         ]
 
     def _message(self, messages: Sequence[Message]) -> Message:

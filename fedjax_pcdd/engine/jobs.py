@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pcdd.data.augment import prepare
-from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import OPTIMISER, Data, Program, Tree, overlaid, start_of, sum_over_samples, with_own
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.methods.checks import flags, of_kind, of_model, same_shapes, scalar
@@ -92,12 +91,6 @@ def held_out(program: Program, data: Data, row) -> Callable[[Callable[[Batch], T
     return total
 
 
-def _optimiser(program: Program, inputs: Inputs, job):
-    method, _ = method_and_server(program, inputs, job)
-    local = program.of_experiment(inputs.hyper, at(inputs.jobs.experiment, job))
-    return make_optimiser(local, clip=program.clip, apart=method.traits().apart)
-
-
 def load(program: Program, inputs: Inputs, held: Any, job, step) -> Lane:
     """A lane at the start of a job: the downloaded variables and a fresh optimiser state, or the client's kept one.
 
@@ -106,7 +99,8 @@ def load(program: Program, inputs: Inputs, held: Any, job, step) -> Lane:
     method, server = method_and_server(program, inputs, job)
     client, statistics = select((held.clients, held.statistics), at(inputs.jobs.slot, job))
     variables = with_own(of_model(method, "download", method.download(server, client)), statistics)
-    optimiser = _optimiser(program, inputs, job).init(variables["params"])
+    local = program.of_experiment(inputs.hyper, at(inputs.jobs.experiment, job))
+    optimiser = program.optimiser(method, local).init(variables["params"])
     if program.setting.keeps_optimiser:
         optimiser = resumed(optimiser, statistics[OPTIMISER], method.traits().resumed)
     loss, before = jnp.zeros((), jnp.result_type(float)), jnp.zeros((program.tests_epochs, program.counts), jnp.int32)
@@ -154,7 +148,7 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
 
     def step_on(gradients, unclipped=None):
         same_shapes(method, "local_update", "gradients of a step", gradients, params, "the parameters are")
-        update, extra = _optimiser(program, inputs, lane.job).update, {"moving": moving}
+        update, extra = program.optimiser(method, context.hyper).update, {"moving": moving}
         if unclipped is not None:
             same_shapes(method, "local_update", "unclipped part of a step", unclipped, params, "the parameters are")
             extra["unclipped"] = only(moving, unclipped)

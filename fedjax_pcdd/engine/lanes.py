@@ -22,7 +22,7 @@ from fedjax_pcdd.engine.evaluation import client_batches, logits_of, on_own_test
 from fedjax_pcdd.engine.jobs import Inputs, Lane, context_of, load, method_and_server, train_step
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
 from fedjax_pcdd.engine.parcels import Parcel, opened
-from fedjax_pcdd.engine.program import LAYERS, OPTIMISER, Program, State, Tree, block_of, over, put
+from fedjax_pcdd.engine.program import LAYERS, OPTIMISER, Program, Report, State, Tree, block_of, over, put
 from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
 from fedjax_pcdd.methods.checks import of_kind, same_shapes, sendable
@@ -41,9 +41,7 @@ class Outcome(NamedTuple):
     message: Message  # mean and total [E, ...], or [...] of a single experiment; each [J, ...]
     clients: Tree  # [J, ...], or as in the state with `Program.in_place`
     statistics: Tree  # likewise, or ()
-    loss: jax.Array  # [J] mean over the local steps
-    correct: jax.Array  # [J, C] correct predictions on the client's own test set, right after training
-    before: jax.Array  # [J, epochs, C] the same before each epoch
+    report: Report
 
 
 def summary_of(program: Program, inputs: Inputs, lane: Lane, context: Context) -> Tree:
@@ -87,7 +85,7 @@ def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:
     end_state = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: program.layers_of(lane.variables["params"])}
     statistics = {k: end_state[k] for k in lane.statistics} if lane.statistics else ()
     loss = lane.loss / jnp.maximum(at(inputs.jobs.steps, lane.job), 1)
-    return Outcome(message, client, statistics, loss, correct, lane.before)
+    return Outcome(message, client, statistics, Report(loss, correct, lane.before))
 
 
 def tested(program: Program, inputs: Inputs, lane: Lane, client: Tree) -> jax.Array:
@@ -128,10 +126,10 @@ def store(program: Program, jobs: Jobs, job, live, new: Outcome, outcome: Outcom
     """
     rows = jobs.slot[job] if program.in_place else job
     clients, statistics = put((outcome.clients, outcome.statistics), rows, (new.clients, new.statistics), live)
-    per_job, entries = ((x.message.each, x.loss, x.correct, x.before) for x in (outcome, new))
-    each, loss, correct, before = put(per_job, job, entries, live)
+    per_job, entries = ((x.message.each, x.report) for x in (outcome, new))
+    each, report = put(per_job, job, entries, live)
     mean, total = reduce(program, jobs, job, live, outcome.message, new.message)
-    return Outcome(Message(mean, total, each), clients, statistics, loss, correct, before)
+    return Outcome(Message(mean, total, each), clients, statistics, report)
 
 
 def reduce(program: Program, jobs: Jobs, job, live, total: Message, message: Message) -> tuple[Tree, Tree]:
@@ -161,9 +159,8 @@ def empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]
     lane = jax.eval_shape(lambda: load(program, inputs, state, 0, 0))
     message = jax.eval_shape(partial(upload, program, inputs), lane)[1]
     leading = () if program.experiments == 1 else (program.experiments,)
-    reduced = Message(
-        zeros_like(message.mean, *leading), zeros_like(message.total, *leading), zeros_like(message.each, jobs)
-    )
+    mean, total = zeros_like((message.mean, message.total), *leading)
+    reduced = Message(mean, total, zeros_like(message.each, jobs))
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
     before = jnp.zeros((jobs, program.tests_epochs, program.counts), jnp.int32)
     correct = jnp.zeros((jobs, program.counts), jnp.int32)
@@ -171,7 +168,7 @@ def empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]
     if not program.in_place:
         clients, statistics = zeros_like((lane.client, lane.statistics), jobs)
     lanes = () if program.blocks.together else zeros_like(lane, program.lanes)
-    return lanes, Outcome(reduced, clients, statistics, loss, correct, before)
+    return lanes, Outcome(reduced, clients, statistics, Report(loss, correct, before))
 
 
 def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Shared) -> Outcome:
@@ -200,7 +197,7 @@ def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shared) ->
     clients = SPLIT if program.split_clients else EVERYWHERE
     read = Inputs(*[EVERYWHERE] * len(Inputs._fields))._replace(data=SHARDS) if program.split_data else EVERYWHERE
     in_specs = (read, State(EVERYWHERE, clients, clients), (SPLIT, EVERYWHERE))
-    out_specs = Outcome(EVERYWHERE, clients, clients, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+    out_specs = Outcome(EVERYWHERE, clients, clients, EVERYWHERE)
     return spread(partial(_run_share, program), program.devices, in_specs, out_specs)(inputs, state, plan)
 
 
@@ -219,8 +216,8 @@ def _run_share(program: Program, inputs: Inputs, state: State, shared: Shared) -
     if not program.split_clients:
         clients, statistics = in_job_order((clients, statistics))
     mean, total = summed((outcome.message.mean, outcome.message.total))
-    loss, correct, before, each = in_job_order((outcome.loss, outcome.correct, outcome.before, outcome.message.each))
-    return Outcome(Message(mean, total, each), clients, statistics, loss, correct, before)
+    report, each = in_job_order((outcome.report, outcome.message.each))
+    return Outcome(Message(mean, total, each), clients, statistics, report)
 
 
 def _run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan) -> Outcome:

@@ -181,18 +181,12 @@ class Planner:
 
     def _drawn(self, samples: Sequence[np.ndarray], e: int, cohort: np.ndarray, round: int) -> list[np.ndarray]:
         """The batches [T_j, B] of an experiment's cohort in a round."""
-        seed, local, numbers = self.experiments[e].seed, self.local, self.numbers[e, cohort]
-        options: Any = {
-            "batch": local.batch_size,
-            "rule": local.last_batch,
-            "shuffle": local.shuffle,
-            "clients": numbers,
-        }
-        if local.local_steps is None:
-            return schedule.job_batches(samples, schedule.streams(seed, round), epochs=self.epochs[cohort], **options)
-        return schedule.endless_batches(
-            samples, schedule.streams(seed, 0), round=round, steps=local.local_steps, **options
-        )
+        local, steps, clients = self.local, self.local.local_steps, self.numbers[e, cohort]
+        draws = schedule.streams(self.experiments[e].seed, round if steps is None else 0)
+        options: Any = {"batch": local.batch_size, "rule": local.last_batch, "shuffle": local.shuffle}
+        if steps is None:
+            return schedule.job_batches(samples, draws, clients=clients, epochs=self.epochs[cohort], **options)
+        return schedule.endless_batches(samples, draws, clients=clients, round=round, steps=steps, **options)
 
     def table(self, clients: np.ndarray, weight: np.ndarray, batches: Sequence[np.ndarray]) -> schedule.Jobs:
         """The job table from clients [E, S], weights [E, S] and the jobs' batches."""

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine.blocks import Blocks, Pass
+from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Facts, Setting, Unlabelled
+from fedjax_pcdd.methods.method import Facts, Local, Method, Setting, Unlabelled
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import at, select, zeros_like
 
@@ -76,6 +78,10 @@ class Program:
         """The parameters that stay with their client."""
         flat = flatten_dict(params)
         return unflatten_dict({path: flat[path] for path in self.setting.own_layers})
+
+    def optimiser(self, method: Method, local: Local) -> optax.GradientTransformationExtraArgs:
+        """The optimiser of a method's local steps."""
+        return make_optimiser(local, clip=self.clip, apart=method.traits().apart)
 
     def experiment_of(self, row) -> Any:
         """Number of the experiment that a row belongs to."""
@@ -273,9 +279,7 @@ def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pas
     """Sum of function(index [B], mask [B]) over `size` entries of samples.order from `start`, in m batches.
 
     A batch takes every m-th entry, so a list sorted by class gives mixed batches, and none is nearly empty.
-
-    Args:
-      template: shapes and dtypes of the function's result, which is traced once more to learn them if this is None.
+    The template has the shapes and dtypes of the function's result, which is traced once more to learn them without it.
     """
     batch, turns = how
     batches = turns or (size + batch - 1) // batch

@@ -25,13 +25,12 @@ def training_round(program: Program, methods, hyper, data, keys, state: State, s
     """One round: local training of all jobs, then aggregation in every experiment.
 
     The new state's servers are the next ones or, if `Program.aggregates` is False, the former ones and their messages.
-
-    Args:
-      sent: plan, jobs and round number.
+    `sent` is plan, jobs and round number.
     """
     plan, jobs, round = opened(sent)
-    inputs = Work(methods, hyper, keys, state.servers, jobs, round).on(data)
-    return _ended(program, inputs, keys, state, run_lanes(program, inputs, state, plan))
+    work = Work(methods, hyper, keys, state.servers, jobs, round)
+    outcome = run_lanes(program, work.on(data), state, plan)
+    return _ended(program, data, (state.clients, state.statistics), outcome, work)
 
 
 class Work(NamedTuple):
@@ -56,12 +55,7 @@ class Work(NamedTuple):
 
 @full_precision
 def begin_round(program: Program, data: Data, kept, work: Work) -> Any:
-    """The initial carry of such a round.
-
-    Args:
-      data: of any chunk.
-      kept: clients and statistics.
-    """
+    """The initial carry of such a round, from the data of any chunk; `kept` is clients and statistics."""
     return empty(program, work.on(data), State(work.servers, *kept))
 
 
@@ -74,37 +68,31 @@ def part_of_round(program: Program, data: Data, carry, work: Work, plan: Plan, f
 @full_precision
 def end_round(program: Program, data: Data, kept, outcome: Outcome, work: Work) -> tuple[State, Report]:
     """The result of such a round, of whose outcome clients and statistics come by themselves, as `kept`."""
-    outcome = outcome._replace(clients=kept[0], statistics=kept[1])
-    return _ended(program, work.on(data), work.keys, State(work.servers, (), ()), outcome)
+    return _ended(program, data, (), outcome._replace(clients=kept[0], statistics=kept[1]), work)
 
 
-def _ended(program: Program, inputs: Inputs, keys, state: State, outcome: Outcome) -> tuple[State, Report]:
-    """The state and report of a round: aggregate in every experiment, and write the clients' state."""
-    methods, hyper, data, jobs, round = inputs.methods, inputs.hyper, inputs.data, inputs.jobs, inputs.round
-    mean, total, each = outcome.message
+def _ended(program: Program, data: Data, held: Any, outcome: Outcome, work: Work) -> tuple[State, Report]:
+    """The state and report of a round: aggregate in every experiment, and write the clients' state into `held`."""
+    message, jobs = outcome.message, work.jobs
     if program.experiments == 1:
-        mean, total = jax.tree.map(lambda x: x[None], (mean, total))
-    message = Message(mean, total, each)
-    servers = state.servers, message
-    if program.aggregates:
-        servers = aggregated(program, methods, hyper, data, keys, state.servers, message, jobs, round)
-    clients, statistics = outcome.clients, outcome.statistics
+        mean, total = jax.tree.map(lambda x: x[None], (message.mean, message.total))
+        message = message._replace(mean=mean, total=total)
+    servers = aggregated(program, data, message, work) if program.aggregates else (work.servers, message)
+    kept = outcome.clients, outcome.statistics
     if not (program.split_clients or program.in_place):
 
         def write(old, new):  # only of jobs with steps
             slots = jnp.where(jobs.steps > 0, jobs.slot, old.shape[0])
             return old.at[slots].set(new, mode="drop", unique_indices=False)
 
-        clients, statistics = jax.tree.map(write, (state.clients, state.statistics), (clients, statistics))
-    return State(servers, clients, statistics), Report(outcome.loss, outcome.correct, outcome.before)
+        kept = jax.tree.map(write, held, kept)
+    return State(servers, *kept), outcome.report
 
 
 @full_precision
-def aggregated(
-    program: Program, methods, hyper, data, keys, servers: Tree, message: Message, jobs: Jobs, round
-) -> Tree:
+def aggregated(program: Program, data: Data, message: Message, work: Work) -> Tree:
     """The next servers [E, ...] from reduced messages: `mean` and `total` [E, ...], `each` [J, ...] of all jobs."""
-    setting, experiments = program.setting, program.experiments
+    setting, experiments, jobs, round = program.setting, program.experiments, work.jobs, work.round
 
     def aggregate(method, server, message, weights, hyper, clients, steps, key):
         key = jax.random.fold_in(jax.random.fold_in(key, round), setting.num_clients)
@@ -121,5 +109,5 @@ def aggregated(
     clients = jnp.where(jobs.steps > 0, jobs.number, setting.num_clients)
     each, weights, clients, steps = by_experiment((message.each, jobs.weight, clients, jobs.steps))
     return lift(aggregate, experiments)(
-        methods, servers, message._replace(each=each), weights, hyper, clients, steps, keys
+        work.methods, work.servers, message._replace(each=each), weights, work.hyper, clients, steps, work.keys
     )

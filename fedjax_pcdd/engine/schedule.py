@@ -94,11 +94,6 @@ def streams(seed: int, round: int) -> Draws:
     return begin
 
 
-def stream(seed: int, round: int, client: int, epoch: int) -> np.random.Generator:
-    """The random numbers of one (seed, round, client, epoch)."""
-    return streams(seed, round)(client, epoch)
-
-
 def cohort(seed: int, round: int, able: np.ndarray, size: int, available: np.ndarray | None = None) -> np.ndarray:
     """Clients of a round, in increasing order: S of those with samples, drawn uniformly, or all if there are no more.
 
@@ -111,7 +106,7 @@ def cohort(seed: int, round: int, able: np.ndarray, size: int, available: np.nda
     able = able if available is None else able[available[able]]
     if size >= len(able):
         return able
-    return able[np.sort(stream(seed, round, NO_CLIENT, 0).choice(len(able), size, replace=False))]
+    return able[np.sort(streams(seed, round)(NO_CLIENT, 0).choice(len(able), size, replace=False))]
 
 
 def batches_per_epoch(samples: Any, batch: int, rule: LastBatch) -> Any:
@@ -222,17 +217,14 @@ def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int, devices: in
     return quantum * (-(-(int(phases.sum()) - most_phases) // lanes) + most_phases)
 
 
-class Layout(NamedTuple):
-    """When and where jobs run."""
-
-    jobs: np.ndarray  # [n, 4] rows (first phase, phase after the last, job, lane), longest first
-    edges: np.ndarray  # [P + 1] steps done before each phase
-
-
-def layout(steps: Sequence[int], lanes: int, quantum: int = 1) -> Layout:
+def layout(steps: Sequence[int], lanes: int, quantum: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Assign each job, longest first, to the lane that is free first; steps [J], jobs without steps are left out.
 
     A job takes whole phases. All but its last have q steps, and no phase is longer than its jobs need.
+
+    Returns:
+      Rows (first phase, phase after the last, job, lane) [n, 4], longest job first, and the steps done before each
+      phase [P + 1].
     """
     free = [(0, lane) for lane in range(lanes)]
     rows = []
@@ -248,7 +240,7 @@ def layout(steps: Sequence[int], lanes: int, quantum: int = 1) -> Layout:
     np.add.at(longer, start, 1)
     np.add.at(longer, last, -1)  # phases in which some job is not yet in its last one
     lengths = np.where(np.cumsum(longer) > 0, quantum, lengths)
-    return Layout(jobs, np.append(0, np.cumsum(lengths)))
+    return jobs, np.append(0, np.cumsum(lengths))
 
 
 def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int, quantum: int = 1, block: int = 1) -> Plan:
@@ -259,15 +251,29 @@ def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int, quantum: int 
       steps: T, at least the length of the longest lane (`most_steps`).
       quantum, block: q and b.
     """
-    width = batches[0].shape[1] if len(batches) else 1
+    total, width = len(batches), batches[0].shape[1] if len(batches) else 1
     indices, lengths = np.full((steps, lanes, width), -1, np.int32), [len(b) for b in batches]
-    job_layout = layout(lengths, lanes, quantum)
-    start, _, job, lane = job_layout.jobs.T
+    jobs, edges = layout(lengths, lanes, quantum)
+    start, stop, job, lane = jobs.T
     if len(job):
         length = np.array(lengths)[job]
-        step = runs(job_layout.edges[start], length)
+        step = runs(edges[start], length)
         indices[step, np.repeat(lane, length)] = np.concatenate([batches[j] for j in job.tolist()])
-    return _segments(indices, job_layout, len(batches), block)
+    ends = np.unique(np.append(stop, 0))  # where segments meet
+    load, finish = (jobs[np.argsort(phase, kind="stable")] for phase in (start, stop))
+
+    def stops(counts):
+        return np.pad(counts, (0, total + 2 - len(counts)), mode="edge").astype(np.int32)
+
+    def fill(column):
+        return np.pad(column, (0, total + block - 1 - len(column))).astype(np.int32)
+
+    loaded = np.append(0, np.searchsorted(load[:, 0], ends[:-1], side="right"))
+    finished = np.append(0, np.searchsorted(finish[:, 1], ends[1:], side="right"))
+    return Plan(
+        indices, np.int32(len(ends) - 1), stops(edges[ends]), stops(loaded), fill(load[:, 2]), fill(load[:, 3]),
+        stops(finished), fill(finish[:, 2]), fill(finish[:, 3]),
+    )  # fmt: skip
 
 
 def divide(
@@ -303,25 +309,3 @@ def divide(
     shares = [[batches[j] if j >= 0 else no_batches for j in device_jobs] for device_jobs in members]
     plans = [pack(share, lanes, steps=steps, quantum=quantum, block=block) for share in shares]
     return Shares(jax.tree.map(lambda *x: np.stack(x), *plans), members, position)
-
-
-def _segments(indices: np.ndarray, layout: Layout, total: int, block: int) -> Plan:
-    """The plan of a layout of jobs; `total` is J."""
-    jobs, edges = layout
-    ends = np.unique(np.append(jobs[:, 1], 0))
-    segments = len(ends) - 1
-    load = jobs[np.argsort(jobs[:, 0], kind="stable")]
-    finish = jobs[np.argsort(jobs[:, 1], kind="stable")]
-
-    def stops(counts):
-        return np.pad(counts, (0, total + 2 - len(counts)), mode="edge").astype(np.int32)
-
-    def fill(column):
-        return np.pad(column, (0, total + block - 1 - len(column))).astype(np.int32)
-
-    loaded = np.append(0, np.searchsorted(load[:, 0], ends[:-1], side="right"))
-    finished = np.append(0, np.searchsorted(finish[:, 1], ends[1:], side="right"))
-    return Plan(
-        indices, np.int32(segments), stops(edges[ends]), stops(loaded), fill(load[:, 2]), fill(load[:, 3]),
-        stops(finished), fill(finish[:, 2]), fill(finish[:, 3]),
-    )  # fmt: skip

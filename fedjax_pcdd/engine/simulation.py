@@ -25,7 +25,7 @@ from fedjax_pcdd.engine.devices import in_sentences
 from fedjax_pcdd.engine.evaluator import Evaluator
 from fedjax_pcdd.engine.executables import compiled, compiler_options, fresh_variables
 from fedjax_pcdd.engine.execution import Execution
-from fedjax_pcdd.engine.first_state import First, first_client, first_clients, first_of, keeps, kept_of_client, repeated
+from fedjax_pcdd.engine.first_state import First, first_client, first_clients, first_of, kept_of_client, repeated
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
 from fedjax_pcdd.engine.program import Data, Evaluation, Program, Report, State, Tree, Whole, load_data, stream_of
@@ -143,11 +143,7 @@ class Simulation(Planner):
         self._make_programs()
 
     def _fitted(self, execution: Execution, most: int) -> tuple[Execution, Blocks]:
-        """The execution with only as many lanes as have jobs and with a test batch size, and the blocks of jobs.
-
-        Args:
-          most: jobs of one device in a round.
-        """
+        """The execution with a test batch size and no more lanes than the `most` jobs of a device, and their blocks."""
         lanes = max(1, min(execution.lanes, most))
         everyone = execution.devices == 1 and self.everyone_trains
         blocks = choose_blocks(self.round_steps.ravel(), most, lanes, everyone=everyone, size=execution.block)
@@ -263,7 +259,7 @@ class Simulation(Planner):
             return self._first_clients(firsts[e], models[e], data, rows)
 
         clients, statistics = self.storage.initial(make, len(firsts)), ()
-        if keeps(self.program):
+        if self.program.local_statistics or self.program.setting.own_layers or self.program.setting.keeps_optimiser:
             kept = [self._kept(e, firsts[e], models[e], data) for e in numbers]
             statistics = self.storage.initial(lambda e, rows: repeated(kept[e], rows), len(firsts))
         return self.storage.placed(State(_stack(*(first.server for first in firsts)), clients, statistics))
@@ -382,11 +378,8 @@ class Simulation(Planner):
     def tuner(self, epochs: int, *, tests_epochs: bool = False) -> "Simulation":
         """A simulation in which every client fine-tunes for PA, by the method's `fine_tuner`.
 
-        Its cohort is all clients, or this simulation's cohort if clients or samples live off the device.
-
-        Args:
-          epochs: as requested by the user.
-          tests_epochs: also test clients before every epoch.
+        Its cohort is all clients, or this simulation's cohort if clients or samples live off the device. The epochs are
+        those that the user requested; with `tests_epochs` clients are also tested before each.
         """
         experiments = [
             experiment._replace(
@@ -410,8 +403,7 @@ class Simulation(Planner):
     ) -> "Simulation":  # fmt: skip
         """A simulation of other experiments, set up as this one, with averaged statistics and all clients available.
 
-        Args:
-          model, pipeline: instead of this one's.
+        Its model and pipeline are this one's unless given.
         """
         program, experiments = self.program, [e._replace(availability=None) for e in experiments]
         pairs = zip(experiments, self.federations, strict=False)

@@ -46,8 +46,7 @@ Candidates = dict[str, Callable[[jax.Array, jax.Array], jax.Array]]
 def candidates(jobs: int, devices: int = 1) -> list[int]:
     """Lane counts worth trying, few first: the number of cores on a CPU, up to all clients at once elsewhere.
 
-    Args:
-      jobs: J of a device; devices: of this process.
+    The jobs are those of a device, the devices those of this process.
     """
     if jax.default_backend() == "cpu":
         values = {1, max(1, processors() // devices)}
@@ -213,13 +212,9 @@ def operations(model: Classifier, image_shape: tuple[int, ...], batch: int, lane
 
 
 def time_forms(asked: Iterable[Operation], deadline: float) -> Choices:
-    """The fastest rule of each operation, until `time.perf_counter()` reaches the deadline.
+    """The fastest rule of each operation, the most important first, until `time.perf_counter()` reaches the deadline.
 
     A form that the compiler refuses, or for which memory does not suffice, is not a candidate.
-
-    Args:
-      asked: most important first.
-      deadline: after which no operation is begun.
     """
     timed: list[tuple[Operation, Rule]] = []
     for operation in asked:

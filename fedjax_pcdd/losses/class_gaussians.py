@@ -33,11 +33,7 @@ def no_moments(classes: int, features: int, *, diagonal: bool) -> Moments:
 def class_moments(
     features: Array, labels: Array, num_classes: int, *, diagonal: bool, mask: Mask = None, shift: Array | float = 0.0
 ) -> Moments:
-    """The sums over the unmasked samples of a batch of features [B, D] with labels [B].
-
-    Args:
-      shift: a [D], subtracted from every feature.
-    """
+    """The sums over the unmasked samples of a batch of features [B, D] with labels [B]; the shift is a [D]."""
     features = precise(features) - shift
     members = membership(labels, num_classes, mask, features.dtype).of_samples
     sums = jnp.einsum("bc,bd->cd", members, features, precision="highest")
@@ -51,10 +47,7 @@ def gaussians(moments: Moments, shift: Array | float = 0.0) -> tuple[Array, Arra
     """Means [C, D] and unbiased covariances [C, D, D], or variances [C, D], of the pooled samples.
 
     They equal the paper's merged means and covariances of the clients. A class with one sample has covariance 0; a
-    class without samples also has mean a.
-
-    Args:
-      shift: a [D], which was subtracted from the features.
+    class without samples also has mean a. The shift is a [D].
     """
     counts, sums, squares = moments
     means = sums / jnp.maximum(counts, 1)[:, None]

@@ -43,7 +43,6 @@ def batch_decorrelation(features: Array, *, form: str = "offdiag", mask: Mask = 
     x is standardised over the batch with the unbiased variance, G = X^T X.
 
     Args:
-      features: [B, D], what the head reads, not normalised.
       form: "offdiag" (published code): (1/B) mean_{u!=v} G[u,v]^2, which is FedMR's intra-class loss of a batch of one
         class. "frobenius" (as printed): ||G / (B - 1)||_F^2 / D^2, smaller by a factor of about B.
       epsilon: added to the variance under the root.
@@ -80,7 +79,7 @@ def _off_diagonal(standard, members):
     dimensions = standard.shape[1]
     if dimensions == 1:
         return jnp.zeros((), standard.dtype)
-    energy = members.per_class(_pair_energy(standard, members)[:, None])[:, 0]
+    energy = _energy(standard, members)
     diagonal = jnp.sum(jnp.square(members.per_class(jnp.square(standard))), axis=1)
     off_diagonal = jnp.sum(jnp.maximum(energy - diagonal, 0))
     return off_diagonal / (dimensions * (dimensions - 1)) / jnp.maximum(jnp.sum(members.counts), 1)
@@ -88,16 +87,15 @@ def _off_diagonal(standard, members):
 
 def _frobenius(standard, members):
     """Mean over the classes of ||G_c||_F^2 / (n_c - 1)^2."""
-    counts = members.counts
-    energy = members.per_class(_pair_energy(standard, members)[:, None])[:, 0]
+    energy, counts = _energy(standard, members), members.counts
     return jnp.sum(energy / jnp.square(jnp.maximum(counts - 1, 1))) / jnp.maximum(jnp.sum(counts > 0), 1)
 
 
-def _pair_energy(standard, members):
-    """[B]: sum of (x_b . x_b')^2 over the samples b' in the class of b."""
+def _energy(standard, members):
+    """||G_c||_F^2 [C]: the sum of (x_b . x_b')^2 over the pairs of samples of each class."""
     gram = _gram(standard)
     same_class = jnp.matmul(members.of_samples, members.of_classes, precision="highest")
-    return jnp.sum(same_class * jnp.square(gram), axis=1)
+    return members.per_class(jnp.sum(same_class * jnp.square(gram), axis=1, keepdims=True))[:, 0]
 
 
 @jax.custom_vjp

@@ -89,7 +89,6 @@ def calibration_margins(class_counts: Array, tau: Number, *, missing: float | No
     """FedLC's margins m_c = tau * n_c^(-1/4), to be subtracted from the logits (ICML 2022).
 
     Args:
-      class_counts: [C] training samples.
       tau: strength, >= 0.
       missing: count that replaces 0; None gives a margin of 0, for callers that exclude missing classes.
 

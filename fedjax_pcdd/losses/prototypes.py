@@ -3,7 +3,8 @@
 FedMR: Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023.
 FedProto: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
 FedTGP: Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data
-and Model Heterogeneity in Federated Learning", AAAI 2024. Further letter: P uploaded prototypes.
+and Model Heterogeneity in Federated Learning", AAAI 2024.
+Further letter: P uploaded prototypes. `prototypes` are [C, D], and `valid` [C] bool tells which classes have one.
 """
 
 import jax
@@ -67,22 +68,19 @@ def inter_class(
     pairs with ci in the batch and valid, cj != ci a candidate and valid. The prototypes are constants.
 
     Args:
-      prototypes: [C, D].
-      valid: [C] bool, prototypes that exist.
       candidates: [C] bool, classes that may be cj: the client's own (as printed), or all.
 
     Returns:
       Scalar >= 0; 0 with zero gradient when there is no pair.
     """
-    dtype = jnp.promote_types(features.dtype, jnp.float32)
-    valid = valid.astype(bool)
-    anchors = membership(labels, valid.shape[0], mask, dtype).of_samples * valid
+    features, valid = precise(features), valid.astype(bool)
+    anchors = membership(labels, valid.shape[0], mask, features.dtype).of_samples * valid
     counts = jnp.sum(anchors, axis=0)
     present, rivals = counts > 0, candidates.astype(bool) & valid
     pairs = jnp.sum(present) * jnp.sum(rivals) - jnp.sum(present & rivals)
-    features = jnp.where(jnp.any(anchors > 0, axis=1)[:, None], features.astype(dtype), 0)
+    features = jnp.where(jnp.any(anchors > 0, axis=1)[:, None], features, 0)
     centre = jnp.sum(jnp.where(valid[:, None], prototypes, 0), axis=0) / jnp.maximum(jnp.sum(valid), 1)
-    targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, centre)).astype(dtype)
+    targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, centre)).astype(features.dtype)
     distances = _distances(features, targets)
     own_distances = jnp.sum(anchors * distances, axis=1, keepdims=True)
     sample_weights = anchors / jnp.maximum(counts, 1)
@@ -116,7 +114,6 @@ def squared_distance_to_own(
     """FedProto's regulariser: (1 / (B D)) sum_b ||z_b - g_{y_b}||^2. The prototypes are constants.
 
     Args:
-      prototypes: [C, D].
       valid: [C] bool; samples of other classes add nothing, but are counted in B.
 
     Returns:
@@ -132,7 +129,6 @@ def nearest_prototype_scores(features: Array, prototypes: Array, valid: Array) -
     """FedProto's prediction: the argmax over classes is the nearest prototype.
 
     Args:
-      prototypes: [C, D].
       valid: [C] bool, classes that may be predicted.
 
     Returns:
@@ -160,7 +156,6 @@ def adaptive_margin(centres: Array, valid: Array, threshold: Number, rule: str) 
 
     Args:
       centres: [C, D], unweighted means of the uploaded prototypes of each class.
-      valid: [C] bool, classes with a prototype.
       threshold: tau.
       rule: "nearest", the largest distance of a centre to its nearest neighbour; "farthest", the largest of all.
     """

@@ -15,23 +15,16 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
 
 FORMS = ("code", "paper")
-EPSILON = 1e-9  # added to shares under the logarithm in the published code
 
 
 def calibrated_cross_entropy(
-    logits: Array,
-    labels: Array,
-    class_counts: Array,
-    *,
-    form: str = "code",
-    epsilon: float = EPSILON,
-    mask: Mask = None,
+    logits: Array, labels: Array, class_counts: Array, *, form: str = "code", epsilon: float = 1e-9, mask: Mask = None
 ) -> Array:
     """Mean cross-entropy of o_c + log p_c, with p_c = n_c / n (L_cal).
 
     Args:
       form: "code": log(p_c + epsilon), so that vacant classes stay in the softmax; "paper": log p_c, without them.
-      epsilon: of the form "code".
+      epsilon: of the form "code"; by default that of the published code.
 
     Returns:
       Scalar in float32 or better. The forms agree unless a vacant logit exceeds the others by 15 or so.
@@ -45,13 +38,7 @@ def calibrated_cross_entropy(
 
 
 def logit_suppression(
-    logits: Array,
-    labels: Array,
-    class_counts: Array,
-    *,
-    form: str = "code",
-    epsilon: float = EPSILON,
-    mask: Mask = None,
+    logits: Array, labels: Array, class_counts: Array, *, form: str = "code", epsilon: float = 1e-9, mask: Mask = None
 ) -> Array:
     """sum_c p_c log((1/B) sum_b exp(s_bc)): lowers logits of the client's classes on samples of other classes (L_sup).
 
@@ -59,7 +46,7 @@ def logit_suppression(
       class_counts: [C] training samples n_c of the client; p_c = n_c / n.
       form: "code": s_bc = o_bc - log(p_c + epsilon) + log(1/C + epsilon), and 0 at the label; "paper": s_bc = o_bc, and
         samples with label c are left out of the sum, but counted in B: there is no lower bound.
-      epsilon: of the form "code".
+      epsilon: of the form "code"; by default that of the published code.
 
     Returns:
       Scalar in float32 or better. Logits of labels and of vacant classes have no gradient; in the form "paper" a class

@@ -121,9 +121,8 @@ def test_a_cpu_loads_and_finishes_one_job_at_a_time():
 @given(step_lists, st.integers(2, 12))
 def test_waiting_and_padding_are_bounded(steps, lanes):
     quantum = choose_quantum(steps, lanes)
-    length = layout(steps, lanes, quantum).edges[-1]
-    assert length <= WAITING * layout(steps, lanes, 1).edges[-1]
-    jobs, _ = layout(steps, lanes, quantum)
+    jobs, edges = layout(steps, lanes, quantum)
+    assert edges[-1] <= WAITING * layout(steps, lanes, 1)[1][-1]
     ends, size = np.unique(jobs[:, 1], return_counts=True)[1], block_size(steps, lanes, quantum)
     assert size <= 8 or (-(-ends // size) * size).sum() <= PADDING * len(steps)
 

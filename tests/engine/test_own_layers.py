@@ -17,7 +17,7 @@ from trajectories import Problem
 
 from fedjax_pcdd import methods, models
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.engine.ensemble import _kept_sums
+from fedjax_pcdd.engine.evaluator import _kept_sums
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import LAYERS

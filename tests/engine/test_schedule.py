@@ -118,8 +118,9 @@ def test_cohorts_differ_between_rounds_and_seeds():
 
 
 def test_streams_differ_in_every_coordinate():
-    coordinates = np.vstack([np.zeros(4, int), np.eye(4, dtype=int)])
-    assert len({schedule.stream(*map(int, coordinate)).integers(2**62) for coordinate in coordinates}) == 5
+    coordinates = np.vstack([np.zeros(4, int), np.eye(4, dtype=int)]).tolist()
+    numbers = {schedule.streams(s, r)(client, epoch).integers(2**62) for s, r, client, epoch in coordinates}
+    assert len(numbers) == 5
 
 
 @pytest.mark.parametrize("client", [0, 7, schedule.NO_CLIENT])
