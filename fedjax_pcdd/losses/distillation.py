@@ -1,7 +1,7 @@
 """Distillation between models of any architecture, through their outputs on the same batch.
 
 FCCL: Huang, Ye and Du, CVPR 2022. FedMD: Li and Wang, NeurIPS workshop 2019. FML: Shen et al., 2020. FedDF: Lin et al.,
-NeurIPS 2020. FedMatch: Jeong et al., ICLR 2021. `logits` are the student's; what comes from a teacher is a constant.
+NeurIPS 2020. FedMatch: Jeong et al., ICLR 2021. The teacher is a constant everywhere.
 Further letters: H helpers; here K counts teachers.
 """
 
@@ -22,7 +22,8 @@ def kl_to_teacher(teacher_logits: Array, logits: Array, *, temperature: Number =
     """Batch mean of KL(softmax(teacher_logits / T) || softmax(logits / T)), not multiplied by T^2.
 
     Args:
-      teacher_logits: [B, C].
+      teacher_logits: [B, C], a constant.
+      logits: [B, C] of the student.
       temperature: T > 0.
 
     Returns:
@@ -37,6 +38,7 @@ def kl_to_probabilities(probabilities: Array, logits: Array, *, temperature: Num
 
     Args:
       probabilities: [B, C], a constant; rows sum to 1, zeros are allowed.
+      logits: [B, C] of the student.
       temperature: T > 0, of the student alone.
     """
     student = _log_softmax(logits, temperature)
@@ -90,6 +92,7 @@ def kl_to_target(
 
     Args:
       target: [B, C], a constant; of the same form and temperature.
+      logits: [B, C] of the student.
       form: "avg_logits" or "avg_probs". "avg_losses" is "avg_probs" here: the gradient is the same, and the value
         lacks a term that does not depend on the student.
       temperature: T > 0.

@@ -2,8 +2,7 @@
 
 FedVLS: Guo et al., "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025. FedNTD: Lee et al.,
 "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", NeurIPS 2022. FedLMD: Lu et al.,
-"Federated Learning with Label-Masking Distillation", ACM MM 2023. `logits` are the student's, and `teacher_logits`
-[B, C] constants everywhere.
+"Federated Learning with Label-Masking Distillation", ACM MM 2023. The teacher is a constant everywhere.
 """
 
 import jax
@@ -30,6 +29,8 @@ def masked_kl(
     A class outside a softmax has weight 0 in it, and its logit has gradient 0.
 
     Args:
+      teacher_logits: [B, C], a constant.
+      logits: [B, C] of the student.
       teacher_classes: [C] or [B, C] bool, classes in the teacher's softmax; a subset of the student's.
       student_classes: [C] or [B, C] bool; None for the teacher's.
       temperature: T > 0.
@@ -50,6 +51,8 @@ def not_true_distillation(
     """FedNTD's loss: `masked_kl` over all classes but the label.
 
     Args:
+      teacher_logits: [B, C], a constant.
+      logits: [B, C] of the student.
       temperature: tau > 0.
 
     Returns:
@@ -83,6 +86,8 @@ def label_masking_distillation(
     the teacher (for example zeros) give FedLMD-Tf: 1 / |R_b| for each of these classes.
 
     Args:
+      teacher_logits: [B, C], a constant.
+      logits: [B, C] of the student.
       majority: [C] bool, `majority_classes`.
       temperature: tau > 0.
       empty: what a sample with an empty R_b adds: "skip", 0; "published", the KL from a teacher over all classes to a

@@ -3,8 +3,7 @@
 FedMR: Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023.
 FedProto: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
 FedTGP: Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data
-and Model Heterogeneity in Federated Learning", AAAI 2024.
-Further letter: P uploaded prototypes. `prototypes` are [C, D], and `valid` [C] bool tells which classes have one.
+and Model Heterogeneity in Federated Learning", AAAI 2024. Further letter: P uploaded prototypes.
 """
 
 import jax
@@ -68,6 +67,8 @@ def inter_class(
     pairs with ci in the batch and valid, cj != ci a candidate and valid. The prototypes are constants.
 
     Args:
+      prototypes: [C, D].
+      valid: [C] bool, prototypes that exist.
       candidates: [C] bool, classes that may be cj: the client's own (as printed), or all.
 
     Returns:
@@ -114,6 +115,7 @@ def squared_distance_to_own(
     """FedProto's regulariser: (1 / (B D)) sum_b ||z_b - g_{y_b}||^2. The prototypes are constants.
 
     Args:
+      prototypes: [C, D].
       valid: [C] bool; samples of other classes add nothing, but are counted in B.
 
     Returns:
@@ -129,6 +131,7 @@ def nearest_prototype_scores(features: Array, prototypes: Array, valid: Array) -
     """FedProto's prediction: the argmax over classes is the nearest prototype.
 
     Args:
+      prototypes: [C, D].
       valid: [C] bool, classes that may be predicted.
 
     Returns:
@@ -156,6 +159,7 @@ def adaptive_margin(centres: Array, valid: Array, threshold: Number, rule: str) 
 
     Args:
       centres: [C, D], unweighted means of the uploaded prototypes of each class.
+      valid: [C] bool, classes with a prototype.
       threshold: tau.
       rule: "nearest", the largest distance of a centre to its nearest neighbour; "farthest", the largest of all.
     """
