@@ -166,13 +166,13 @@ def test_every_experiment_reports_its_share_of_the_seconds(tmp_path, monkeypatch
 
 KILLED = """
 import os, signal, sys
-from fedjax_pcdd.api import runs
+from fedjax_pcdd.api import records
 from fedjax_pcdd.training.saving import Checkpoint
 from fedjax_pcdd.training.folder import Records
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.methods.method import Method as FedAvg
 
-runs.heat_map = lambda *_: None
+records.heat_map = lambda *_: None
 save, write = Checkpoint.on_round, Records.on_round
 
 def saved(callback, run, report):
