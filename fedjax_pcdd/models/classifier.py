@@ -149,9 +149,7 @@ def forward(
     # Flax draws from "params" if a user-defined layer requests a stream of another name.
     rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
     changing = [*mutable, *(name for name in variables if train and name != "params")]
-    if changing:
-        return model.apply(variables, x, train=train, mask=mask, rngs=rngs, mutable=changing)  # pyright: ignore[reportReturnType]
-    return model.apply(variables, x, train=train, mask=mask, rngs=rngs), {}  # pyright: ignore[reportReturnType]
+    return model.apply(variables, x, train=train, mask=mask, rngs=rngs, mutable=changing)  # pyright: ignore[reportReturnType]
 
 
 def layers(
