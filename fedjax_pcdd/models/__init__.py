@@ -213,8 +213,8 @@ def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[dict[str, A
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):
-        image, arguments = jnp.zeros((1, *image_shape)), spelled(type(model).__call__, False, None)
-        variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), image, **arguments))
+        image = jnp.zeros((1, *image_shape))
+        variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), image, **spelled(model)))
     return dict(variables), frozenset(norms)
 
 

@@ -33,18 +33,16 @@ class OwnHead(NamedTuple):
     bias_init: Callable[..., jax.Array]
 
 
-def spelled(call: Callable, train: bool, mask: Any) -> dict[str, Any]:
+def spelled(module: Any, train: bool = False, mask: Any = None) -> dict[str, Any]:
     """Keyword arguments that tell a module whether it trains and which samples are valid, as far as it accepts them."""
+    call = type(module).__call__
     parameters = inspect.signature(call).parameters
     available = {"train": train, "mask": mask, "training": train, "is_training": train}
     available |= {"deterministic": not train, "use_running_average": not train}
     sequential = (nn.Sequential.__call__, nnx.Sequential.__call__)  # they pass the arguments on to their first layer
     takes_any = call not in sequential and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {
-        name: value
-        for name, value in available.items()
-        if name in parameters or (takes_any and name in ("train", "mask"))
-    }
+    accepted = {*parameters, "train", "mask"} if takes_any else parameters
+    return {name: value for name, value in available.items() if name in accepted}
 
 
 def in_this_engine(mask: jax.Array | None, cut: Path = ()) -> Any:
@@ -110,12 +108,10 @@ def linen_head(module: nn.Module, image: jax.Array, heads: list[OwnHead]) -> Any
         return out
 
     with nn.intercept_methods(note), in_this_engine(None):
-        arguments = spelled(type(module).__call__, False, None)
-        out, _ = module.init_with_output(jax.random.key(0), image, **arguments)
-    last_layers = [
-        layer for layer, result in layers if result is out and sum(layer.path == other.path for other, _ in layers) == 1
-    ]
-    heads.extend(OwnHead(layer.path, layer.use_bias, layer.kernel_init, layer.bias_init) for layer in last_layers)
+        out, _ = module.init_with_output(jax.random.key(0), image, **spelled(module))
+    for layer, result in layers:
+        if result is out and sum(layer.path == other.path for other, _ in layers) == 1:
+            heads.append(OwnHead(layer.path, layer.use_bias, layer.kernel_init, layer.bias_init))
     return out
 
 

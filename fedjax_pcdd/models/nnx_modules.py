@@ -5,6 +5,7 @@ As `linen_modules.py` does for Linen; a module is also put into its training or 
 
 import functools
 from collections.abc import Mapping
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -122,11 +123,9 @@ class NnxBackbone(nn.Module):
         (module.train if train else module.eval)()
         if key is None:
             module.set_attributes(deterministic=True, raise_if_not_found=False)
-        token = _mask.set(mask)
-        try:
-            out = module(x, **spelled(type(module).__call__, train, mask))
-        finally:
-            _mask.reset(token)
+        with ExitStack() as context:
+            context.callback(_mask.reset, _mask.set(mask))
+            out = module(x, **spelled(module, train, mask))
         if train and self.is_mutable_collection("batch_stats") and not self.is_initializing():
             for name, value in _tree(_split(module)[2]).items():
                 self.put_variable("batch_stats", name, value)
@@ -135,8 +134,7 @@ class NnxBackbone(nn.Module):
 
 def nnx_norms(module: NnxBackbone) -> frozenset[Path]:
     """Paths of an NNX module's normalisation layers, as in its variables."""
-    abstract_module = nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut))
-    layers: list[tuple[Path, Any]] = list(nnx.iter_modules(abstract_module))
+    layers = nnx.iter_modules(nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut)))
     return frozenset(tuple(map(str, path)) for path, layer in layers if isinstance(layer, _NNX_NORMS))
 
 
@@ -180,11 +178,9 @@ def nnx_head(module: NnxBackbone, image: jax.Array, heads: list[OwnHead]) -> Any
     """As `linen_head`, for an NNX module."""
     nnx_module, layers = module.make(nnx.Rngs(0)), []
     nnx_module.eval()
-    token = _given.set(layers)
-    try:
-        out = nnx_module(image, **spelled(type(nnx_module).__call__, False, None))
-    finally:
-        _given.reset(token)
+    with ExitStack() as context:
+        context.callback(_given.reset, _given.set(layers))
+        out = nnx_module(image, **spelled(nnx_module))
     modules: list[tuple[Path, Any]] = list(nnx.iter_modules(nnx_module))
     for path, layer in modules:
         if [result is out for called, result in layers if layer is called] == [True]:
@@ -200,7 +196,7 @@ def check_nnx(module: NnxBackbone, name: str, image: jax.Array) -> None:
     instance = nnx.eval_shape(lambda: module.make(nnx.Rngs(0)))
     layers: list[tuple[Path, Any]] = list(nnx.iter_modules(instance))
     own = [type(n).__name__ for _, n in layers if isinstance(n, nnx.BatchNorm) and type(n) is not _BatchNorm]
-    if own and "mask" not in spelled(type(instance).__call__, False, None):
+    if own and "mask" not in spelled(instance):
         raise UserError(
             f"model {name} has a batch norm of a class of its own, {own[0]}, to which padding would count: let the "
             "module take `mask` and pass it on, or use nnx.BatchNorm."
@@ -216,7 +212,7 @@ def _changed_in_evaluation(module: NnxBackbone, image: jax.Array) -> list[str]:
         instance.eval()
         instance.set_attributes(deterministic=True, raise_if_not_found=False)
         before = values(instance)
-        instance(image, **spelled(type(instance).__call__, False, None))
+        instance(image, **spelled(instance))
         after = values(instance)
         changed.extend("/".join(map(str, path)) for path in before if after.get(path) is not before[path])
 

@@ -67,7 +67,7 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
 
     Also for a module that in evaluation changes its variables or draws, as norms and dropout that ignore `train` do.
     """
-    arguments = spelled(type(module).__call__, False, None)
+    arguments = spelled(module)
     variables: Any = jax.eval_shape(lambda: module.init(jax.random.key(0), image, **arguments))
     leaves: Any = flatten_dict(dict(variables))
     if lists := ["/".join(map(str, path)) for path, x in leaves.items() if not hasattr(x, "dtype")]:
