@@ -22,9 +22,8 @@ class Rows:
         """Args: array: of NumPy; if it is a contiguous view of a mapped file, the rows are read from the file."""
         self.array, self.shape, self.dtype = array, array.shape[1:], array.dtype
         self.width = int(np.prod(self.shape)) * self.dtype.itemsize
-        mapped = _mapped(array)
         self._file = None
-        if mapped is not None:
+        if mapped := _mapped(array):
             self._path, self._start = mapped
             self._file = os.open(self._path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)

@@ -125,7 +125,6 @@ def _stack(parts: Sequence[np.ndarray], speakers: Iterable[int]) -> tuple[np.nda
 
 
 def _check(arrays: dict[str, np.ndarray]):
-    """Raise a UserError if the text and its speeches do not fit together."""
     missing = [key for key in KEYS if key not in arrays]
     if missing:
         raise UserError(f"{missing[0]} is missing; a text needs {', '.join(KEYS)}.")
