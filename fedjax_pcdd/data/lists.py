@@ -36,9 +36,8 @@ class Lists(Sequence[np.ndarray]):
         """Convert any sequence of index arrays."""
         if isinstance(lists, Lists):
             return lists
-        return cls(
-            np.concatenate([np.zeros(0, np.int64), *lists], dtype=np.int64, casting="unsafe"), list(map(len, lists))
-        )
+        flat = np.concatenate([np.zeros(0, np.int64), *lists], dtype=np.int64, casting="unsafe")
+        return cls(flat, list(map(len, lists)))
 
     @classmethod
     def join(cls, several: Sequence[Sequence[np.ndarray]]) -> "Lists":

@@ -222,10 +222,9 @@ def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:
 
 
 def _misfit(name: str, image_shape: tuple[int, ...], text: bool) -> str:
-    side, reads_text = _OWN[name].smallest, _OWN[name].text
-    size = "x".join(map(str, image_shape))
+    side, size = _OWN[name].smallest, "x".join(map(str, image_shape))
     fitting = " or ".join(other for other, family in _OWN.items() if _fits(family, image_shape, text))
-    if text != reads_text:
-        kind, other = ("text", "images") if reads_text else ("images", "text")
+    if text != _OWN[name].text:
+        kind, other = ("images", "text") if text else ("text", "images")
         return f"Model '{name}' reads {kind}, not {other}: take {fitting}."
     return f"Model '{name}' needs images of at least {side}x{side} pixels, not {size}: take {fitting}."
