@@ -20,7 +20,7 @@ from jax import lax
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.convolution import client_conv
 from fedjax_pcdd.models.layers import linear_init
-from fedjax_pcdd.models.linen_modules import RULE, OwnHead, Path, spelled, valid_rows, with_usual_rows
+from fedjax_pcdd.models.linen_modules import RULE, OwnHead, Path, spelled, with_usual_rows
 
 _mask: ContextVar[jax.Array | None] = ContextVar("mask", default=None)
 _given: ContextVar[list] = ContextVar("given")
@@ -34,8 +34,8 @@ class _BatchNorm(nnx.BatchNorm):
         if mask is not None or valid is None:
             return super().__call__(x, use_running_average, mask=mask)
         old = {name: getattr(self, name)[...] for name in ("mean", "var")}
-        rows = valid_rows(valid, x)
-        out = super().__call__(with_usual_rows(x, rows), use_running_average, mask=rows)
+        x, rows = with_usual_rows(valid, x)
+        out = super().__call__(x, use_running_average, mask=rows)
         for name, value in old.items():
             variable = getattr(self, name)
             variable[...] = jnp.where(valid.any(), variable[...], value)
@@ -110,12 +110,12 @@ class NnxBackbone(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
         if self.is_initializing():
-            structure, params, statistics, random = _split(self.make(nnx.Rngs(self.make_rng("params")), self.cut))
+            structure, params, random, statistics = _split(self.make(nnx.Rngs(self.make_rng("params")), self.cut))
             for name, state in (("params", params), ("batch_stats", statistics)):
                 for key, value in _tree(state).items():
                     self.put_variable(name, key, value)
         else:
-            structure, params, statistics, random = abstract(self.make, self.cut)
+            structure, params, random, statistics = abstract(self.make, self.cut)
             params = _filled(params, self.variables.get("params", {}))
             statistics = _filled(statistics, self.variables.get("batch_stats", {}))
         key = self.make_rng("dropout") if self.has_rng("dropout") else None
@@ -127,7 +127,7 @@ class NnxBackbone(nn.Module):
             context.callback(_mask.reset, _mask.set(mask))
             out = module(x, **spelled(module, train, mask))
         if train and self.is_mutable_collection("batch_stats") and not self.is_initializing():
-            for name, value in _tree(_split(module)[2]).items():
+            for name, value in _tree(_split(module)[3]).items():
                 self.put_variable("batch_stats", name, value)
         return out
 
@@ -138,14 +138,13 @@ def nnx_norms(module: NnxBackbone) -> frozenset[Path]:
     return frozenset(tuple(map(str, path)) for path, layer in layers if isinstance(layer, _NNX_NORMS))
 
 
-def _split(module: Any) -> tuple[Any, Any, Any, Any]:
-    """Structure, parameters, statistics and random numbers of an NNX module."""
-    structure, params, random, statistics = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    return structure, params, statistics, random
+def _split(module: Any) -> Any:
+    """Structure, parameters, random numbers and statistics of an NNX module."""
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 @functools.lru_cache(maxsize=64)
-def abstract(make: Maker, cut: Path) -> tuple[Any, Any, Any, Any]:
+def abstract(make: Maker, cut: Path) -> Any:
     """`_split` of a fresh module, with shapes only."""
     return _split(nnx.eval_shape(lambda: make(nnx.Rngs(0), cut)))
 
