@@ -147,12 +147,13 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
     test = next((root / key for key in _TESTS if is_there(root / key, Path.is_dir)), None) if train != root else None
     if not is_there(root, Path.is_dir):
         raise UserError(f"there is no folder {root}: name one with a folder of images for each class.")
-    classes = _visible(train, Path.is_dir)
     for folder in (train, test):
         if folder and not _visible(folder, Path.is_dir):
             raise UserError(f"{folder} has no folders: put the images of each class into a folder of its own there.")
-    _warn_of_others(train, root)
-    names = [folder.name for folder in classes]
+    others = [folder.name for folder in _visible(root, Path.is_dir) if folder.name not in ("train", *_TESTS)]
+    if train != root and others:
+        warnings.warn(f"only train and test are read of {root}, not {', '.join(others[:3])}.", stacklevel=2)
+    names = [folder.name for folder in _visible(train, Path.is_dir)]
     unknown = [folder.name for folder in (_visible(test, Path.is_dir) if test else []) if folder.name not in names]
     if unknown:
         raise UserError(f"{test} has a class {unknown[0]} that {train} has not: {nearest(unknown[0], names)}")
@@ -161,13 +162,6 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
         pairs = [(file, c) for c, label in enumerate(names) for file in _files(folder / label)] if folder else []
         parts.append(([_opened(file, side) for file, _ in pairs], [c for _, c in pairs], None))
     return _dataset(parts, (names, names), name or root.resolve().name)
-
-
-def _warn_of_others(train: Path, root: Path) -> None:
-    """Warn of folders beside `train` that would not be read."""
-    others = [folder.name for folder in _visible(root, Path.is_dir) if folder.name not in ("train", *_TESTS)]
-    if train != root and others:
-        warnings.warn(f"only train and test are read of {root}, not {', '.join(others[:3])}.", stacklevel=3)
 
 
 def _files(folder: Path) -> list[Path]:

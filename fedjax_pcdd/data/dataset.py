@@ -165,7 +165,6 @@ def _as_single(x: np.ndarray, name: str) -> np.ndarray:
 
 
 def _check_unmasked(array: ArrayLike, name: str) -> None:
-    """Raise a UserError if entries of an array are masked."""
     if np.ma.is_masked(array):
         raise UserError(f"{name} has masked entries, which would count like all others: fill or remove them.")
 
@@ -197,11 +196,9 @@ def _has_levels(x: np.ndarray, name: str) -> bool:
         )
     if x.dtype.kind not in "iu" or x.ndim == 2:
         return False
-    if not x.size:
-        return x.dtype == np.uint8
     if x.dtype == np.uint8:  # there may be more of them than fit into memory
-        return x[:LOOKED_AT].max() > 1 or x.max() != 1
-    low, high = x.min(), x.max()
+        return x[:LOOKED_AT].max(initial=0) > 1 or x.max(initial=0) != 1
+    low, high = (x.min(), x.max()) if x.size else (0, 0)
     if low < 0 or high > 255:
         warnings.warn(
             f"{name} holds integers from {low} to {high}, no levels from 0 to 255: they reach the model as they are.",

@@ -61,8 +61,7 @@ def _rotated(x, random):
 def _warped(x, matrix):
     """Read each pixel [n, S, S] at `matrix` [2, 2] times its offset from the centre: bilinear, zero fill."""
     middle = np.full(2, (x.shape[1] - 1) / 2)
-    pixels = [scipy.ndimage.affine_transform(image, matrix, middle - matrix @ middle, order=1) for image in x]
-    return np.stack(pixels)
+    return np.stack([scipy.ndimage.affine_transform(image, matrix, middle - matrix @ middle, order=1) for image in x])
 
 
 def _blurred(x, random):

@@ -194,8 +194,7 @@ def _labels(name: str, root: Path) -> np.ndarray | None:
     file = root / f"{name}.npz"
     if name == "digits" or not is_there(file):
         return sources.load(name, root).y_train
-    arrays = read_arrays(file, ("y_train", "y"))
-    return next((arrays[key] for key in ("y_train", "y") if key in arrays), None)
+    return next(iter(read_arrays(file, ("y_train", "y")).values()), None)
 
 
 def _check_draw(seed: int, side: int):

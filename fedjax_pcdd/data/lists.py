@@ -5,7 +5,7 @@ samples are to be divided like the training samples, `test_0`, `test_1`, ... Let
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +36,8 @@ class Lists(Sequence[np.ndarray]):
         """Convert any sequence of index arrays."""
         if isinstance(lists, Lists):
             return lists
-        return cls(
-            np.concatenate([np.zeros(0, np.int64), *lists], dtype=np.int64, casting="unsafe"), list(map(len, lists))
-        )
+        flat = np.concatenate([np.zeros(0, np.int64), *lists], dtype=np.int64, casting="unsafe")
+        return cls(flat, list(map(len, lists)))
 
     @classmethod
     def join(cls, several: Sequence[Sequence[np.ndarray]]) -> "Lists":
@@ -54,9 +53,6 @@ class Lists(Sequence[np.ndarray]):
         if isinstance(k, slice):
             return tuple(self[i] for i in range(*k.indices(len(self))))
         return self.flat[self.starts[k] : self.starts[k] + self.sizes[k]]
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (self[k] for k in range(len(self)))
 
 
 class Partition(NamedTuple):

@@ -22,16 +22,14 @@ class Rows:
         """Args: array: of NumPy; if it is a contiguous view of a mapped file, the rows are read from the file."""
         self.array, self.shape, self.dtype = array, array.shape[1:], array.dtype
         self.width = int(np.prod(self.shape)) * self.dtype.itemsize
-        mapped = _mapped(array)
-        self._file = None
-        if mapped is not None:
+        self._file: Any = None
+        if mapped := _mapped(array):
             self._path, self._start = mapped
             self._file = os.open(self._path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
             self._known = self._state()
 
     def _state(self) -> tuple[int, int]:
-        assert self._file is not None
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
 
@@ -54,7 +52,6 @@ class Rows:
             self._read(int(numbers[first]) if last > first else 0, into[first:last])
 
     def _read(self, row: int, into: np.ndarray) -> None:
-        assert self._file is not None
         remaining, position = into.reshape(-1).view(np.uint8).data, self._start + row * self.width
         while remaining:
             count = os.preadv(self._file, [remaining], position)

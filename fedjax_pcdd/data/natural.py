@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +173,9 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
 
 def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growing]:
     """Open the files for images like `x` and for labels; `opened` closes them."""
-    files: dict[str, _Growing] = {}
-    for part in _PARTS:
-        files[f"x_{part}"] = _Growing(folder / f"x_{part}.npy", x.dtype, x.shape[1:])
-        files[f"y_{part}"] = _Growing(folder / f"y_{part}.npy", np.dtype(np.int32), ())
-    for file in files.values():
-        opened.callback(file.close)
-    return files
+    kinds = {"x": (x.dtype, x.shape[1:]), "y": (np.dtype(np.int32), ())}
+    paths = {folder / f"{key}_{part}.npy": kind for part in _PARTS for key, kind in kinds.items()}
+    return {path.stem: opened.enter_context(closing(_Growing(path, *kind))) for path, kind in paths.items()}
 
 
 def is_federation(folder: Path) -> bool:
@@ -219,7 +215,5 @@ def read_federation(folder: Path) -> Dataset:
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        reason = in_one_line(error)
-        raise UserError(
-            f"{folder} is not a complete federation ({reason}): write it anew (fp.write_federation)."
-        ) from error
+        reason = f"is not a complete federation ({in_one_line(error)})"
+        raise UserError(f"{folder} {reason}: write it anew (fp.write_federation).") from error

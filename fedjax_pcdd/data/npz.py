@@ -105,7 +105,6 @@ def _chunks(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> Itera
 
 
 def _rows(stream: IO[bytes], rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Read some rows of the array that comes next in a stream."""
     result = np.empty((len(rows), *shape[1:]), dtype)
     for start, content in _chunks(stream, shape, dtype):
         first, last = np.searchsorted(rows, (start, start + len(content)))
@@ -147,17 +146,17 @@ def read_npz(file: str | os.PathLike, name: str | None = None, keep: Keep = keep
 
 
 def _dataset(archive: Archive, name: str, keep: Keep, mapped: bool) -> Dataset:
-    """The data set of an archive of images, with the samples to keep."""
     if not {"x_train", "x_train_delta"} & set(archive.names):
         no_split = "it has no train/test split: x_train is missing, and x_test."
         nothing = "it holds neither images (x_train, ...) nor a text (text, speech_start, ...)."
         raise UserError(no_split if "x" in archive.names else nothing)
     fields = {}
-    y = {part: _labels(archive, part) for part in ("train", "test")}
+    y = {part: as_labels(archive.read(_first(archive, f"y_{part}")), f"y_{part}") for part in ("train", "test")}
     groups = _groups(archive, len(y["train"]), len(y["test"]))
     names, num_classes = _classes(archive, np.concatenate(list(y.values())))
     for part, labels in y.items():
-        rows, number = keep(part, labels), _number_of(archive, f"x_{part}")
+        rows, (shape, *_) = keep(part, labels), archive.header(_first(archive, f"x_{part}_delta", f"x_{part}"))
+        number = shape[0] if shape else 0
         fits = number == len(labels)
         # Read first, so that an array that is too large is reported first.
         x = read_images(archive, f"x_{part}", rows, mapped) if fits or rows is None else ()
@@ -171,12 +170,12 @@ def _dataset(archive: Archive, name: str, keep: Keep, mapped: bool) -> Dataset:
     return Dataset(name, **fields, num_classes=num_classes, class_names=names)
 
 
-def _number_of(archive: Archive, key: str) -> int:
-    """Number of images in `key`, or in `<key>_delta`."""
-    name = next((name for name in (f"{key}_delta", key) if name in archive.names), None)
-    if name is None:
-        raise UserError(f"{key} is missing; it needs x_train, y_train, x_test and y_test.")
-    return archive.header(name)[0][0] if archive.header(name)[0] else 0
+def _first(archive: Archive, *names: str) -> str:
+    """The first of these arrays that the archive has; UserError if it has none."""
+    for name in names:
+        if name in archive.names:
+            return name
+    raise UserError(f"{names[-1]} is missing; it needs x_train, y_train, x_test and y_test.")
 
 
 def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapped: bool = False) -> np.ndarray:
@@ -186,8 +185,8 @@ def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapp
       mapped: unpack all images into a file, once, and memory-map it; see `unpacked.unpacked`. Of integers wider than
         uint8 only the file is mapped, and the images are made from it in memory.
     """
-    coded = f"{key}_delta" in archive.names
-    name = f"{key}_delta" if coded else key
+    name = _first(archive, f"{key}_delta", key)
+    coded = name != key
     shape, fortran, dtype = archive.header(name)
     if coded and (dtype != np.uint8 or len(shape) != 4 or shape[1] != 3):
         raise UserError(f"{name} must be uint8 [n, 3, H, W], not {dtype} {list(shape)}.")
@@ -206,12 +205,6 @@ def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapp
 def _single(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # infinite numbers are refused later
         return x.astype(np.float32, copy=False)
-
-
-def _labels(archive: Archive, part: str) -> np.ndarray:
-    if f"y_{part}" not in archive.names:
-        raise UserError(f"y_{part} is missing; it needs x_train, y_train, x_test and y_test.")
-    return as_labels(archive.read(f"y_{part}"), f"y_{part}")
 
 
 def _groups(archive: Archive, n_train: int, n_test: int) -> Arrays | None:

@@ -76,8 +76,7 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     function = PARTITIONS.find(name)
     requested = options.get("clients")
     available = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}
-    if requested is None:
-        available["clients"] = CLIENTS
+    available["clients"] = CLIENTS if requested is None else requested
     arguments = _taken(name, function, available)
     if function in OWN.values():
         return function(**arguments)
@@ -150,8 +149,7 @@ def dirichlet(
     Raises:
       UserError: an option out of range, or `min_size` out of reach.
     """
-    rng = _generator(clients, seed)
-    _check_beta(beta)
+    rng = _generator(clients, seed, beta)
     splits = [_positions(y, num_classes) for y in (y_train, () if y_test is None else y_test)]
     least = min_size if retry else 0
     _check_enough(sum(map(len, splits[0])), clients, least)
@@ -240,8 +238,8 @@ def pcdd(
     return Partition(dealt, _deal(test, owned, rng))
 
 
-def _assign_classes(clients: int, classes_per_client: int, train: list[np.ndarray], seed: int) -> list[list[int]]:
-    """Classes of each of the K clients: dealt in order until every class has an owner, then at random, none twice.
+def _assign_classes(clients: int, classes_per_client: int, train: list[np.ndarray], seed: int) -> np.ndarray:
+    """Which client owns which class, [C, K] bool: dealt in order until every class has an owner, then at random.
 
     A warning names clients that own only classes without a sample in `train`, the samples of each of the C classes.
     """
@@ -255,33 +253,29 @@ def _assign_classes(clients: int, classes_per_client: int, train: list[np.ndarra
         )
     rng = random.Random(seed)
     fresh = iter(range(num_classes))
-    owned: list[dict[int, None]] = [{} for _ in range(clients)]
+    owned = np.zeros((clients, num_classes), bool)
     for client_classes in owned:
         for _ in range(classes_per_client):
             c = next(fresh, None)
-            while c is None or c in client_classes:
+            while c is None or client_classes[c]:
                 c = rng.randint(0, num_classes - 1)
-            client_classes[c] = None
-    idle = [k for k, client_classes in enumerate(owned) if not any(len(train[c]) for c in client_classes)]
-    if idle:
+            client_classes[c] = True
+    idle = np.flatnonzero(~owned[:, [len(indices) > 0 for indices in train]].any(1))
+    if len(idle):
         warnings.warn(
             f"{len(idle)} of {clients} clients, the first of them client {idle[0]}, get only classes without training "
             "samples: number classes from 0 without gaps, or choose another partition.",
             stacklevel=4,
         )
-    return list(map(list, owned))
+    return owned.T
 
 
-def _deal(positions: list[np.ndarray], owned: list[list[int]], rng: np.random.RandomState) -> Lists:
+def _deal(positions: list[np.ndarray], owned: np.ndarray, rng: np.random.RandomState) -> Lists:
     """Permute each class and divide it equally among its owners, in client order; K lists, each class by class."""
-    shares = np.zeros((len(positions), len(owned)), np.int64)
-    owners: list[list[int]] = [[] for _ in positions]
-    for k, client_classes in enumerate(owned):
-        for c in client_classes:
-            owners[c].append(k)
-    for share, class_owners, indices in zip(shares, owners, positions, strict=True):
-        share[class_owners] = len(indices) // len(class_owners)
-        share[class_owners[: len(indices) % len(class_owners)]] += 1
+    shares = np.zeros(owned.shape, np.int64)
+    for share, owners, indices in zip(shares, map(np.flatnonzero, owned), positions, strict=True):
+        share[owners] = len(indices) // len(owners)
+        share[owners[: len(indices) % len(owners)]] += 1
     return cut(np.concatenate([rng.permutation(indices) for indices in positions]), shares)
 
 
@@ -308,12 +302,9 @@ def extended_dirichlet(
     Raises:
       UserError: the classes cannot be dealt, or an option is out of range.
     """
-    rng = _generator(clients, seed)
-    _check_beta(beta)
+    rng = _generator(clients, seed, beta)
     splits = [_positions(y, num_classes) for y in (y_train, y_test)]
-    owned = np.zeros((num_classes, clients), bool)
-    for k, client_classes in enumerate(_assign_classes(clients, classes_per_client, splits[0], seed)):
-        owned[client_classes, k] = True
+    owned = _assign_classes(clients, classes_per_client, splits[0], seed)
     shares = [np.zeros((num_classes, clients), np.int64) for _ in splits]
     for c, owners in enumerate(owned):
         q = _proportions(int(owners.sum()), beta, rng)
@@ -343,8 +334,7 @@ def quantity(
     Raises:
       UserError: an option is out of range, or there are too few samples.
     """
-    rng = _generator(clients, seed)
-    _check_beta(beta)
+    rng = _generator(clients, seed, beta)
     _check_enough(np.size(y_train), clients, min_size)
     sizes = min_size + _in_proportion(np.size(y_train) - clients * min_size, _proportions(clients, beta, rng))
     tests = _in_proportion(np.size(y_test), sizes.astype(float))
@@ -388,17 +378,14 @@ PARTITIONS: Registry[Callable[..., Any]] = Registry("partition", "partitions", O
 """Functions that spread samples over clients, by name."""
 
 
-def _generator(clients: int, seed: int) -> np.random.RandomState:
+def _generator(clients: int, seed: int, beta: float = 1.0) -> np.random.RandomState:
     if clients < 1:
         raise UserError(f"`clients` must be at least 1, not {clients}.")
     if not 0 <= seed < 2**32:
         raise UserError(f"`seed` must lie in [0, 2**32), not {seed}.")
-    return np.random.RandomState(seed)
-
-
-def _check_beta(beta: float) -> None:
     if not 0 < beta < np.inf:
         raise UserError(f"`beta` must be a positive number, not {beta}.")
+    return np.random.RandomState(seed)
 
 
 def _check_enough(samples: int, clients: int, least: int) -> None:

@@ -73,8 +73,7 @@ def _from_builder(builder: Any, name: str, mapped: bool) -> Dataset:
     label = features["label"]
     num_classes = getattr(label, "num_classes", None) or int(max(y_train.max(), y_test.max())) + 1
     names = tuple(getattr(label, "names", None) or ())
-    names = names if len(names) == num_classes else None
-    return Dataset(name, x_train, y_train, x_test, y_test, num_classes, names)
+    return Dataset(name, x_train, y_train, x_test, y_test, num_classes, names if len(names) == num_classes else None)
 
 
 def _stacked(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -4,7 +4,7 @@ Caldas et al., "LEAF: A Benchmark for Federated Settings", 2019 (Shakespeare). d
 Letters: V characters in the vocabulary, T characters in a window, m speeches, n characters or windows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -45,16 +45,13 @@ def read_text(arrays: dict[str, np.ndarray], name: str) -> Dataset:
     _check(arrays)
     window, stride = (_option(arrays, key) for key in OPTIONS)
     vocabulary, codes = np.unique(arrays["text"], return_inverse=True)
-    parts: dict[str, list[tuple[np.ndarray, int]]] = {"train": [], "test": []}
-    for speaker, stream in _streams(arrays, codes.astype(np.uint8)).items():
-        train, test = split(stream, window, stride)
-        if len(train) and len(test):
-            parts["train"].append((train, speaker))
-            parts["test"].append((test, speaker))
-    if not parts["train"]:
+    streams = _streams(arrays, codes.astype(np.uint8))
+    parts = {speaker: split(stream, window, stride) for speaker, stream in streams.items()}
+    parts = {speaker: (train, test) for speaker, (train, test) in parts.items() if len(train) and len(test)}
+    if not parts:
         raise UserError(f"no speaker says enough for a training and a test window of {window} characters.")
-    x_train, y_train, groups_train = _stack(parts["train"])
-    x_test, y_test, groups_test = _stack(parts["test"])
+    train, test = zip(*parts.values(), strict=True)
+    (x_train, y_train, groups_train), (x_test, y_test, groups_test) = _stack(train, parts), _stack(test, parts)
     names = tuple(repr(bytes([code]))[2:-1] for code in vocabulary)
     return Dataset(name, x_train, y_train, x_test, y_test, len(names), names, groups_train, groups_test, text=True)
 
@@ -118,18 +115,16 @@ def _streams(arrays: dict[str, np.ndarray], codes: np.ndarray) -> dict[int, np.n
     return {speaker: np.concatenate(speeches[:-1]) for speaker, speeches in sorted(pieces.items())}
 
 
-def _stack(parts: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Windows [n, T, 1, 1], labels [n] and speakers [n] of all speakers."""
-    sizes = [len(windows) for windows, _ in parts]
-    length = parts[0][0].shape[1] - 1
-    check_memory("the windows", (sum(sizes), length), parts[0][0].dtype, "store a larger stride in the file")
-    joined = np.concatenate([windows[:, :-1] for windows, _ in parts])
-    speakers = as_groups(np.repeat([speaker for _, speaker in parts], sizes))
-    return joined[..., None, None], np.concatenate([windows[:, -1] for windows, _ in parts]), speakers
+def _stack(parts: Sequence[np.ndarray], speakers: Iterable[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Windows [n, T, 1, 1], labels [n] and speakers [n] of the windows [m, T + 1] of each speaker."""
+    sizes = list(map(len, parts))
+    shape = sum(sizes), parts[0].shape[1] - 1
+    check_memory("the windows", shape, parts[0].dtype, "store a larger stride in the file")
+    joined = np.concatenate([windows[:, :-1] for windows in parts])[..., None, None]
+    return joined, np.concatenate([windows[:, -1] for windows in parts]), as_groups(np.repeat(list(speakers), sizes))
 
 
 def _check(arrays: dict[str, np.ndarray]):
-    """Raise a UserError if the text and its speeches do not fit together."""
     missing = [key for key in KEYS if key not in arrays]
     if missing:
         raise UserError(f"{missing[0]} is missing; a text needs {', '.join(KEYS)}.")

@@ -40,7 +40,6 @@ def unpacked(
     Raises:
       UserError: neither folder can be written, or there is no room.
     """
-
     source, head = source.absolute(), {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape)}
     fallback = cache_folder() / "unpacked" / f"{source.stem}-{zlib.crc32(str(source).encode()):08x}"
     files = [folder / f"{name}.npy" for folder in (source.with_name(f"{source.name}.unpacked"), fallback)]
@@ -69,7 +68,6 @@ def cache_folder() -> Path:
 
 
 def _note(digest: str, file: Path) -> dict[str, Any]:
-    """The record that is stored beside an unpacked file."""
     return {"source": digest, "checksum": checksum(file)}
 
 

@@ -1,6 +1,7 @@
 """Models: `build` makes a model by its name, `MODELS` lists the names."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,25 +52,20 @@ NORMS = (layers.BatchNorm, layers.GroupNorm, nn.BatchNorm, nn.GroupNorm, nn.Laye
 
 
 class _Family(NamedTuple):
-    """A backbone factory, its smallest image side (0: any input), a description; whether it has norms or reads text."""
+    """A backbone factory, its smallest image side (0: any input), a description; whether it reads text."""
 
     backbone: Callable[..., nn.Module]
     smallest: int
     description: str
-    normed: bool = True
     text: bool = False
 
 
 _OWN = {
-    "mlp": _Family(MLP, 0, "one hidden layer of 200, for inputs of any shape", normed=False),
-    "simple_cnn": _Family(simple_cnn, 16, "two 5x5 convolutions of 6 and 16 channels (MOON, FedRL)", normed=False),
-    "mcmahan_cnn": _Family(mcmahan_cnn, 4, "two 5x5 convolutions of 32 and 64 channels (FedAvg)", normed=False),
-    "fedrl_cnn": _Family(
-        fedrl_cnn, 16, "two 5x5 convolutions of 6 and 16 channels, one hidden layer (FedRL on MNIST)", normed=False
-    ),
-    "femnist_cnn": _Family(
-        femnist_cnn, 4, "two 5x5 convolutions of 32 and 64 channels (LEAF on FEMNIST)", normed=False
-    ),
+    "mlp": _Family(MLP, 0, "one hidden layer of 200, for inputs of any shape"),
+    "simple_cnn": _Family(simple_cnn, 16, "two 5x5 convolutions of 6 and 16 channels (MOON, FedRL)"),
+    "mcmahan_cnn": _Family(mcmahan_cnn, 4, "two 5x5 convolutions of 32 and 64 channels (FedAvg)"),
+    "fedrl_cnn": _Family(fedrl_cnn, 16, "two 5x5 convolutions of 6 and 16 channels, one hidden layer (FedRL on MNIST)"),
+    "femnist_cnn": _Family(femnist_cnn, 4, "two 5x5 convolutions of 32 and 64 channels (LEAF on FEMNIST)"),
     "resnet8": _Family(partial(ResNet, (1, 1, 1), width=16), 4, "ResNet8 of 16 to 64 channels"),
     "resnet8_stride2": _Family(
         partial(ResNet, (1, 1, 1), width=16, stem_stride=2), 8, "ResNet8 with a stem of stride 2, which a CPU can train"
@@ -98,7 +94,7 @@ _OWN = {
     "mobilenet_v2": _Family(MobileNet, 8, "MobileNetV2 for 32x32 images (FCCL)"),
     "googlenet": _Family(GoogLeNet, 4, "GoogLeNet with norms for 32x32 images (FCCL)"),
     "shufflenet_g2": _Family(ShuffleNet, 8, "ShuffleNet in 2 groups for 32x32 images (FCCL)"),
-    "lstm": _Family(LSTM, 0, "embedding of 8, two LSTM layers of 256, for text (LEAF)", normed=False, text=True),
+    "lstm": _Family(LSTM, 0, "embedding of 8, two LSTM layers of 256, for text (LEAF)", text=True),
 }
 
 MODELS = {name: family.description for name, family in _OWN.items()}
@@ -151,7 +147,8 @@ def build(
         return Classifier(backbone, num_classes, head_bias=head is None or head.use_bias, own_head=head, **common)
     if not _fits(family, image_shape, text):
         raise UserError(_misfit(model, image_shape, text))
-    kind = {"norm": norm} if family.normed else {"vocabulary": num_classes} if text else {}
+    accepted = inspect.signature(family.backbone).parameters
+    kind = {name: value for name, value in (("norm", norm), ("vocabulary", num_classes)) if name in accepted}
     return Classifier(family.backbone(**kind, **types), num_classes, **common)
 
 
@@ -213,8 +210,8 @@ def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[dict[str, A
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):
-        image, arguments = jnp.zeros((1, *image_shape)), spelled(type(model).__call__, False, None)
-        variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), image, **arguments))
+        image = jnp.zeros((1, *image_shape))
+        variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), image, **spelled(model)))
     return dict(variables), frozenset(norms)
 
 
@@ -225,10 +222,9 @@ def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:
 
 
 def _misfit(name: str, image_shape: tuple[int, ...], text: bool) -> str:
-    side, reads_text = _OWN[name].smallest, _OWN[name].text
-    size = "x".join(map(str, image_shape))
+    side, size = _OWN[name].smallest, "x".join(map(str, image_shape))
     fitting = " or ".join(other for other, family in _OWN.items() if _fits(family, image_shape, text))
-    if text != reads_text:
-        kind, other = ("text", "images") if reads_text else ("images", "text")
+    if text != _OWN[name].text:
+        kind, other = ("images", "text") if text else ("text", "images")
         return f"Model '{name}' reads {kind}, not {other}: take {fitting}."
     return f"Model '{name}' needs images of at least {side}x{side} pixels, not {size}: take {fitting}."

@@ -84,11 +84,11 @@ class Classifier(Typed):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
-        own_head, arguments = self.own_head, spelled(type(self.backbone).__call__, train, mask)
+        own_head = self.own_head
         cut = (*self.path, "backbone", *own_head.path) if own_head and own_head.path else ()
         precision = nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
         with precision, choosing(self.convolutions), in_this_engine(mask, cut):
-            features = self.backbone(x, **arguments)
+            features = self.backbone(x, **spelled(self.backbone, train, mask))
             if self.neck:
                 features = Neck(self.neck, self.neck_width, name="neck", **self.types)(features)
         if self.feature_norm:
@@ -149,9 +149,7 @@ def forward(
     # Flax draws from "params" if a user-defined layer requests a stream of another name.
     rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
     changing = [*mutable, *(name for name in variables if train and name != "params")]
-    if changing:
-        return model.apply(variables, x, train=train, mask=mask, rngs=rngs, mutable=changing)  # pyright: ignore[reportReturnType]
-    return model.apply(variables, x, train=train, mask=mask, rngs=rngs), {}  # pyright: ignore[reportReturnType]
+    return model.apply(variables, x, train=train, mask=mask, rngs=rngs, mutable=changing)  # pyright: ignore[reportReturnType]
 
 
 def layers(
@@ -195,8 +193,7 @@ def sizes(model: Classifier, image_shape: tuple[int, ...]) -> Sizes:
 def features_type(model: Classifier, image_shape: tuple[int, ...]) -> Any:
     """The dtype in which the backbone gives the features of bfloat16 images."""
     backbone, image = model.backbone, jnp.zeros((1, *image_shape), jnp.bfloat16)
-    arguments = spelled(type(backbone).__call__, False, None)
-    return jax.eval_shape(lambda: backbone.init_with_output(jax.random.key(0), image, **arguments))[0].dtype
+    return jax.eval_shape(lambda: backbone.init_with_output(jax.random.key(0), image, **spelled(backbone)))[0].dtype
 
 
 def arithmetic(model: Classifier, image_shape: tuple[int, ...]) -> float:

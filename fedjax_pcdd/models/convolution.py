@@ -69,10 +69,9 @@ def _every(x: jax.Array, strides: Pair) -> jax.Array:
     XLA's compiler for GPUs crashes the process if a strided slice of an array that has other users too enters a matrix
     product (openxla/xla issue 47381), as in a residual block's shortcut: there the slice is materialised first.
     """
-    height, width = strides
     if strides == (1, 1):
         return x
-    sliced = x[:, ::height, ::width]
+    sliced = x[:, :: strides[0], :: strides[1]]
     return sliced if jax.default_backend() == "cpu" else lax.optimization_barrier(sliced)
 
 
@@ -137,9 +136,8 @@ def _operation(name: str, window: Window, choices: Choices | Listing) -> Callabl
     @operation.def_vmap
     def over_lanes(lanes, batched, a, b):
         if not all(batched):
-            operand = 0 if batched[0] else 1
-            fold_axis, unfold_axis = folds[operand]
-            folded = operation(_fold(a, fold_axis), b) if operand == 0 else operation(a, _fold(b, fold_axis))
+            fold_axis, unfold_axis = folds[0 if batched[0] else 1]
+            folded = operation(_fold(a, fold_axis), b) if batched[0] else operation(a, _fold(b, fold_axis))
             return _unfold(folded, unfold_axis, lanes), True
         lane_form = rule(a[0], b[0], lanes).lanes
         if lane_form == "loop":

@@ -111,10 +111,7 @@ def _total(form: str, *operands):
 
 def _at_once(prepare, x, dy, strides, precision):
     """The weight gradient, as a convolution of the prepared and transposed input with the cotangent."""
-    gradient = lax.conv_general_dilated(
-        prepare(x).transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), (1, 1), "VALID", rhs_dilation=strides,
-        dimension_numbers=LAYOUT, precision=precision,
-    )  # fmt: skip
+    gradient = _direct(prepare(x).transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), precision, strides)
     return gradient.transpose(1, 2, 0, 3)
 
 
@@ -154,8 +151,9 @@ def depthwise(x, w, window: Window):
     return functools.reduce(jnp.add, products).astype(x.dtype)
 
 
-def _direct(x, w, precision):
-    return lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=LAYOUT, precision=precision)
+def _direct(x, w, precision, dilation=(1, 1)):
+    form = {"rhs_dilation": dilation, "dimension_numbers": LAYOUT, "precision": precision}
+    return lax.conv_general_dilated(x, w, (1, 1), "VALID", **form)
 
 
 def _inner(a, b, precision):

@@ -141,7 +141,6 @@ def _entry(entry: Mapping[str, Any]) -> tuple[Operation, Rule]:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON's lists as tuples."""
     if isinstance(value, Mapping):
         return {name: _tuples(entry) for name, entry in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -59,10 +59,9 @@ def generate(
     values = draw(key, (len(labels), len(kernel) - num_classes), bias.dtype)
     model = Generator(kernel.shape[1], len(bias), param_dtype=bias.dtype)
     classes = jax.nn.one_hot(labels, num_classes, dtype=bias.dtype)
-    if train:
-        features, state = model.apply(variables, values, classes, train=True, mutable=["batch_stats"])
-        return values, features, state  # pyright: ignore[reportReturnType]
-    return values, model.apply(variables, values, classes, train=False), {}  # pyright: ignore[reportReturnType]
+    changing = ["batch_stats"] if train else []
+    features, state = model.apply(variables, values, classes, train=train, mutable=changing)
+    return values, features, state  # pyright: ignore[reportReturnType]
 
 
 def draw_labels(key: jax.Array, allowed: jax.Array, size: int) -> jax.Array:

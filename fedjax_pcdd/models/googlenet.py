@@ -55,7 +55,6 @@ class Inception(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Runs one module; mask [B] is 1 for samples that enter batch statistics."""
         widths = self.widths
 
         def conv(x, name, features, kernel=1):

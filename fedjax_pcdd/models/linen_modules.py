@@ -33,18 +33,16 @@ class OwnHead(NamedTuple):
     bias_init: Callable[..., jax.Array]
 
 
-def spelled(call: Callable, train: bool, mask: Any) -> dict[str, Any]:
+def spelled(module: Any, train: bool = False, mask: Any = None) -> dict[str, Any]:
     """Keyword arguments that tell a module whether it trains and which samples are valid, as far as it accepts them."""
+    call = type(module).__call__
     parameters = inspect.signature(call).parameters
     available = {"train": train, "mask": mask, "training": train, "is_training": train}
     available |= {"deterministic": not train, "use_running_average": not train}
     sequential = (nn.Sequential.__call__, nnx.Sequential.__call__)  # they pass the arguments on to their first layer
     takes_any = call not in sequential and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {
-        name: value
-        for name, value in available.items()
-        if name in parameters or (takes_any and name in ("train", "mask"))
-    }
+    accepted = {*parameters, "train", "mask"} if takes_any else parameters
+    return {name: value for name, value in available.items() if name in accepted}
 
 
 def in_this_engine(mask: jax.Array | None, cut: Path = ()) -> Any:
@@ -69,8 +67,8 @@ def in_this_engine(mask: jax.Array | None, cut: Path = ()) -> Any:
 def _with_valid_samples(layer: nn.BatchNorm, call: Callable, mask: jax.Array, x: jax.Array, *args, **kwargs):
     """Call a batch norm with statistics of valid samples only; if there are none, the running statistics stay."""
     old = {name: layer.get_variable("batch_stats", name) for name in ("mean", "var")}
-    rows = valid_rows(mask, x)
-    out = call(with_usual_rows(x, rows), *args, **{**kwargs, "mask": rows})
+    x, rows = with_usual_rows(mask, x)
+    out = call(x, *args, **{**kwargs, "mask": rows})
     if layer.is_mutable_collection("batch_stats") and not layer.is_initializing():
         for name, value in old.items():
             new = layer.get_variable("batch_stats", name)
@@ -78,26 +76,19 @@ def _with_valid_samples(layer: nn.BatchNorm, call: Callable, mask: jax.Array, x:
     return out
 
 
-def valid_rows(mask: jax.Array, x: jax.Array) -> jax.Array | None:
-    """The mask [B] as Flax's batch norms take it: all True if no sample is valid, None if x has another batch size.
+def with_usual_rows(mask: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The input of Flax's batch norms [n, ...], and their mask: all True if no sample [B] is valid, None unless B fits.
 
-    Of n B rows, as where the patches of an image are samples, n belong to each sample, one sample after another.
+    Of n B rows, as where the patches of an image are samples, n belong to each sample, one sample after another. The
+    mean of the valid rows is in place of the others: with one valid element the variance is 0, and the others would
+    grow by 316 in every layer, to inf.
     """
     rows, rest = divmod(len(x), len(mask))
     if rest or not rows:
-        return None
+        return x, None
     mask = jnp.repeat(mask, rows)
-    return jnp.where(mask.any(), mask, 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
-
-
-def with_usual_rows(x: jax.Array, rows: jax.Array | None) -> jax.Array:
-    """The input of a batch norm [n, ...] with the mean of the valid rows in place of the others.
-
-    With one valid element the variance is 0, and the others would grow by 316 in every layer, to inf.
-    """
-    if rows is None:
-        return x
-    return jnp.where(rows, x, jax.lax.stop_gradient(jnp.mean(x, axis=0, keepdims=True, where=rows)))
+    mask = jnp.where(mask.any(), mask, 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(mask, x, jax.lax.stop_gradient(jnp.mean(x, axis=0, keepdims=True, where=mask))), mask
 
 
 def linen_head(module: nn.Module, image: jax.Array, heads: list[OwnHead]) -> Any:
@@ -110,12 +101,10 @@ def linen_head(module: nn.Module, image: jax.Array, heads: list[OwnHead]) -> Any
         return out
 
     with nn.intercept_methods(note), in_this_engine(None):
-        arguments = spelled(type(module).__call__, False, None)
-        out, _ = module.init_with_output(jax.random.key(0), image, **arguments)
-    last_layers = [
-        layer for layer, result in layers if result is out and sum(layer.path == other.path for other, _ in layers) == 1
-    ]
-    heads.extend(OwnHead(layer.path, layer.use_bias, layer.kernel_init, layer.bias_init) for layer in last_layers)
+        out, _ = module.init_with_output(jax.random.key(0), image, **spelled(module))
+    for layer, result in layers:
+        if result is out and sum(layer.path == other.path for other, _ in layers) == 1:
+            heads.append(OwnHead(layer.path, layer.use_bias, layer.kernel_init, layer.bias_init))
     return out
 
 

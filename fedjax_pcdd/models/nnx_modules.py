@@ -5,6 +5,7 @@ As `linen_modules.py` does for Linen; a module is also put into its training or 
 
 import functools
 from collections.abc import Mapping
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from jax import lax
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.convolution import client_conv
 from fedjax_pcdd.models.layers import linear_init
-from fedjax_pcdd.models.linen_modules import RULE, OwnHead, Path, spelled, valid_rows, with_usual_rows
+from fedjax_pcdd.models.linen_modules import RULE, OwnHead, Path, spelled, with_usual_rows
 
 _mask: ContextVar[jax.Array | None] = ContextVar("mask", default=None)
 _given: ContextVar[list] = ContextVar("given")
@@ -33,8 +34,8 @@ class _BatchNorm(nnx.BatchNorm):
         if mask is not None or valid is None:
             return super().__call__(x, use_running_average, mask=mask)
         old = {name: getattr(self, name)[...] for name in ("mean", "var")}
-        rows = valid_rows(valid, x)
-        out = super().__call__(with_usual_rows(x, rows), use_running_average, mask=rows)
+        x, rows = with_usual_rows(valid, x)
+        out = super().__call__(x, use_running_average, mask=rows)
         for name, value in old.items():
             variable = getattr(self, name)
             variable[...] = jnp.where(valid.any(), variable[...], value)
@@ -109,12 +110,12 @@ class NnxBackbone(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = False, mask: jax.Array | None = None) -> jax.Array:
         if self.is_initializing():
-            structure, params, statistics, random = _split(self.make(nnx.Rngs(self.make_rng("params")), self.cut))
+            structure, params, random, statistics = _split(self.make(nnx.Rngs(self.make_rng("params")), self.cut))
             for name, state in (("params", params), ("batch_stats", statistics)):
                 for key, value in _tree(state).items():
                     self.put_variable(name, key, value)
         else:
-            structure, params, statistics, random = abstract(self.make, self.cut)
+            structure, params, random, statistics = abstract(self.make, self.cut)
             params = _filled(params, self.variables.get("params", {}))
             statistics = _filled(statistics, self.variables.get("batch_stats", {}))
         key = self.make_rng("dropout") if self.has_rng("dropout") else None
@@ -122,32 +123,28 @@ class NnxBackbone(nn.Module):
         (module.train if train else module.eval)()
         if key is None:
             module.set_attributes(deterministic=True, raise_if_not_found=False)
-        token = _mask.set(mask)
-        try:
-            out = module(x, **spelled(type(module).__call__, train, mask))
-        finally:
-            _mask.reset(token)
+        with ExitStack() as context:
+            context.callback(_mask.reset, _mask.set(mask))
+            out = module(x, **spelled(module, train, mask))
         if train and self.is_mutable_collection("batch_stats") and not self.is_initializing():
-            for name, value in _tree(_split(module)[2]).items():
+            for name, value in _tree(_split(module)[3]).items():
                 self.put_variable("batch_stats", name, value)
         return out
 
 
 def nnx_norms(module: NnxBackbone) -> frozenset[Path]:
     """Paths of an NNX module's normalisation layers, as in its variables."""
-    abstract_module = nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut))
-    layers: list[tuple[Path, Any]] = list(nnx.iter_modules(abstract_module))
+    layers = nnx.iter_modules(nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut)))
     return frozenset(tuple(map(str, path)) for path, layer in layers if isinstance(layer, _NNX_NORMS))
 
 
-def _split(module: Any) -> tuple[Any, Any, Any, Any]:
-    """Structure, parameters, statistics and random numbers of an NNX module."""
-    structure, params, random, statistics = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    return structure, params, statistics, random
+def _split(module: Any) -> Any:
+    """Structure, parameters, random numbers and statistics of an NNX module."""
+    return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 @functools.lru_cache(maxsize=64)
-def abstract(make: Maker, cut: Path) -> tuple[Any, Any, Any, Any]:
+def abstract(make: Maker, cut: Path) -> Any:
     """`_split` of a fresh module, with shapes only."""
     return _split(nnx.eval_shape(lambda: make(nnx.Rngs(0), cut)))
 
@@ -180,11 +177,9 @@ def nnx_head(module: NnxBackbone, image: jax.Array, heads: list[OwnHead]) -> Any
     """As `linen_head`, for an NNX module."""
     nnx_module, layers = module.make(nnx.Rngs(0)), []
     nnx_module.eval()
-    token = _given.set(layers)
-    try:
-        out = nnx_module(image, **spelled(type(nnx_module).__call__, False, None))
-    finally:
-        _given.reset(token)
+    with ExitStack() as context:
+        context.callback(_given.reset, _given.set(layers))
+        out = nnx_module(image, **spelled(nnx_module))
     modules: list[tuple[Path, Any]] = list(nnx.iter_modules(nnx_module))
     for path, layer in modules:
         if [result is out for called, result in layers if layer is called] == [True]:
@@ -200,7 +195,7 @@ def check_nnx(module: NnxBackbone, name: str, image: jax.Array) -> None:
     instance = nnx.eval_shape(lambda: module.make(nnx.Rngs(0)))
     layers: list[tuple[Path, Any]] = list(nnx.iter_modules(instance))
     own = [type(n).__name__ for _, n in layers if isinstance(n, nnx.BatchNorm) and type(n) is not _BatchNorm]
-    if own and "mask" not in spelled(type(instance).__call__, False, None):
+    if own and "mask" not in spelled(instance):
         raise UserError(
             f"model {name} has a batch norm of a class of its own, {own[0]}, to which padding would count: let the "
             "module take `mask` and pass it on, or use nnx.BatchNorm."
@@ -216,7 +211,7 @@ def _changed_in_evaluation(module: NnxBackbone, image: jax.Array) -> list[str]:
         instance.eval()
         instance.set_attributes(deterministic=True, raise_if_not_found=False)
         before = values(instance)
-        instance(image, **spelled(type(instance).__call__, False, None))
+        instance(image, **spelled(instance))
         after = values(instance)
         changed.extend("/".join(map(str, path)) for path in before if after.get(path) is not before[path])
 

@@ -67,19 +67,19 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
 
     Also for a module that in evaluation changes its variables or draws, as norms and dropout that ignore `train` do.
     """
-    arguments = spelled(type(module).__call__, False, None)
+    arguments = spelled(module)
     variables: Any = jax.eval_shape(lambda: module.init(jax.random.key(0), image, **arguments))
-    leaves: Any = flatten_dict(dict(variables))
-    if lists := ["/".join(map(str, path)) for path, x in leaves.items() if not hasattr(x, "dtype")]:
+    leaves: Any = flatten_dict(dict(variables), sep="/")
+    if lists := [path for path, x in leaves.items() if not hasattr(x, "dtype")]:
         raise UserError(
             f"model {name} keeps a list in '{lists[0]}', as by sow: sow into 'intermediates', or not at all."
         )
     with from_outside(f"model {name} {RULE}"), in_this_engine(None):
         jax.eval_shape(lambda v: module.apply(v, image, **arguments), variables)
-    if others := ["/".join(map(str, path)) for path, x in leaves.items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
+    if others := [path for path, x in leaves.items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
         kind = "as a number with a fraction, which it becomes by averaging; a NumPy array in the module's code stays"
         with from_outside(f"model {name} cannot use '{others[0]}' {kind}"):
-            averaged = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape).astype(jnp.float32), variables))
+            averaged = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), variables)
             jax.eval_shape(lambda v: module.apply(v, image, **arguments), averaged)
     if isinstance(module, NnxBackbone):
         check_nnx(module, name, image)
@@ -108,9 +108,8 @@ def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
         )
     arguments = {key: value for key, value in known.items() if key in parameters}
     if "rngs" in parameters:
-        maker = Maker(part, tuple(arguments.items()))
+        module = NnxBackbone(maker := Maker(part, tuple(arguments.items())))
         instance = nnx.eval_shape(lambda: maker(nnx.Rngs(0)))
-        module = NnxBackbone(maker)
     else:
         instance = module = part(**arguments)
     if not isinstance(instance, nn.Module | nnx.Module):

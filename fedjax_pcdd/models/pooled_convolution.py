@@ -108,7 +108,6 @@ def _in_blocks_backward(window: Window, choices: Choices | Listing, operands, dz
 
 
 def _gradients(window: Window, choices: Choices | Listing, x, w, dz):
-    """Cotangents of x and w."""
     columns = _order(window, w.shape[3])
     sides = dz.reshape(*dz.shape[:3], 2, len(columns) // 2, w.shape[3])  # left columns of windows, then right ones
     dy = sides.swapaxes(3, 4).reshape(dz.shape[0], *window.out, w.shape[3])

@@ -43,16 +43,14 @@ class Block(_Residual):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        wide = 4 * self.features
         forms = [(self.features, 3, self.stride), (self.features, 3, 1)]  # channels, side and stride of the kernel
         if self.bottleneck:
-            forms = [(self.features, 1, 1), (self.features, 3, self.stride), (wide, 1, 1)]
+            forms = [(self.features, 1, 1), (self.features, 3, self.stride), (4 * self.features, 1, 1)]
         y = x
         for i, form in enumerate(forms, 1):
             y = self.conv_norm(y if i == 1 else nn.relu(y), *form, (f"conv{i}", f"norm{i}"), train, mask)
         if x.shape != y.shape:
-            names = "conv_shortcut", "norm_shortcut"
-            x = self.conv_norm(x, y.shape[-1], 1, self.stride, names, train, mask)
+            x = self.conv_norm(x, y.shape[-1], 1, self.stride, ("conv_shortcut", "norm_shortcut"), train, mask)
         return nn.relu(y + x)
 
 

@@ -82,9 +82,7 @@ class ShuffleNet(Normalised):
         for s, (width, count) in enumerate(zip(self.widths, self.blocks, strict=True), 1):
             x = self.kept(x)
             for i in range(count):
-                entry_groups = 1 if s == 1 and i == 0 else self.groups
-                block = ShuffleBlock(
-                    width, 1 if i else 2, self.groups, entry_groups, name=f"stage{s}_block{i + 1}", **self.shared
-                )
+                entry_groups, name = 1 if s == 1 and i == 0 else self.groups, f"stage{s}_block{i + 1}"
+                block = ShuffleBlock(width, 1 if i else 2, self.groups, entry_groups, name=name, **self.shared)
                 x = block(x, train=train, mask=mask)
         return self.kept(global_average(x))

@@ -23,7 +23,6 @@ class WideBlock(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-
         def activated(x, name):
             return nn.relu(norm(self.norm)(name=name, **self.types)(x, train=train, mask=mask))
 
@@ -54,11 +53,8 @@ class WideResNet(Normalised):
         for group in range(3):
             x = self.kept(x)
             for i in range(self.blocks):
-                stride = 2 if group and i == 0 else 1
-                block = WideBlock(
-                    16 * 2**group * self.widen, stride, self.dropout,
-                    name=f"group{group + 1}_block{i + 1}", **self.shared,
-                )  # fmt: skip
+                stride, name = 2 if group and i == 0 else 1, f"group{group + 1}_block{i + 1}"
+                block = WideBlock(16 * 2**group * self.widen, stride, self.dropout, name=name, **self.shared)
                 x = block(x, train=train, mask=mask)
         norm_options = {"momentum": 0.9} if self.norm == "batch" else {}
         x = nn.relu(norm(self.norm)(name="norm", **norm_options, **self.types)(x, train=train, mask=mask))
