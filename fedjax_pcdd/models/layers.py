@@ -262,9 +262,11 @@ class ConvNorm(Normalised):
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
         padding = self.kernel // 2 if self.padding is None else self.padding
-        form = self.features, self.kernel, self.stride, padding, self.use_bias, self.groups, self.kernel_init
-        x = Conv(*form, name="conv", **self.types)(x)
-        x = norm(self.norm)(name="norm", **self.types)(x, train=train, mask=mask)
+        conv = Conv(
+            self.features, self.kernel, self.stride, padding, use_bias=self.use_bias, groups=self.groups,
+            kernel_init=self.kernel_init, name="conv", **self.types,
+        )  # fmt: skip
+        x = norm(self.norm)(name="norm", **self.types)(conv(x), train=train, mask=mask)
         return x if self.activation is None else self.activation(x)
 
 
