@@ -114,7 +114,7 @@ def correlation(records: list[RunRecord], given: Options) -> str:
     lines, labels, clip = [], labels_of(records), given.get("clip_colours") == "true"
     for record, (matrices, private, names) in readable(records, _correlations):
         if "output" in given:
-            draw_matrices(matrices, names.tolist(), given["output"], private=private, clip=clip)
+            draw_matrices(matrices, private, names.tolist(), given["output"], clip=clip)
         means = (*diagonals(matrices), *diagonals(private))
         lines.append([labels[record.path], *(f"{x:.3f}" for x in means)])
     heads = [f"{images}, {part}" for images in ("public", "own") for part in ("same class", "other classes")]

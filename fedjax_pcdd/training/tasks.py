@@ -266,9 +266,7 @@ class Correlation(Callback):
             means = np.array([pictures.diagonals(public), pictures.diagonals(private)])
             arrays = {"matrices": public, "private": private, "means": means, "participants": self.names}
             self.folder.draw("correlation.npz", lambda path: np.savez_compressed(path, **arrays))
-            self.folder.draw(
-                "correlation.png", lambda path: pictures.draw_matrices(public, self.names, path, private=private)
-            )
+            self.folder.draw("correlation.png", lambda path: pictures.draw_matrices(public, private, self.names, path))
 
     def _private(self, run: Run, k: int) -> np.ndarray:
         """Correlation matrix [C, C] of participant k on its own training images."""
