@@ -206,9 +206,9 @@ class FolderRecord(Record):
         path = Path(config.run_dir or ".")
         size = required_bytes((state.servers, state.servers), (state.clients, state.statistics))
         check_space(path, size * (config.keep + 1) * len(self.setup.pairs))
-        heard = replace(config, quiet=False)  # a later call shows its progress unless it is asked not to
-        found_anywhere = replace(heard, data_dir=heard.data_dir and heard.data_dir.absolute())
-        return RunFolder.create(path, dump(found_anywhere, self.asked.method))
+        # A later call shows its progress unless it is asked not to, and finds the data wherever it is made.
+        written = replace(config, quiet=False, data_dir=config.data_dir and config.data_dir.absolute())
+        return RunFolder.create(path, dump(written, self.asked.method))
 
     def _writers(self) -> list[Callback]:
         config, folder = self.asked.config, self.folder
