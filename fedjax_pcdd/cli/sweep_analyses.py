@@ -11,7 +11,7 @@ from fedjax_pcdd.analysis.pictures import draw_bilateral
 from fedjax_pcdd.cli.analysis_text import Options, number, partition_of, printed, table
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.grouping import differing, newest, of_common_seeds
+from fedjax_pcdd.report.grouping import differing, listed_by, newest, of_common_seeds
 from fedjax_pcdd.report.tables import Cell, over_seeds, shown
 from fedjax_pcdd.report.targets import REFERENCE
 from fedjax_pcdd.training.config import RUN
@@ -89,9 +89,7 @@ def _by_ew(
 
 def grid(records: list[RunRecord], given: Options) -> str:
     """The best weights of a search beside the printed ones (FedMR, Tables 9 and 10)."""
-    cells: dict[tuple[str, str], list[RunRecord]] = {}
-    for record in records:
-        cells.setdefault((record.resolved.get("split") or partition_of(record), record.method), []).append(record)
+    cells = listed_by(((r.resolved.get("split") or partition_of(r), r.method), r) for r in records)
     lines = []
     for (split, method), method_runs in cells.items():
         if unknown := [run for run in method_runs if "hyperparameters" not in run.resolved]:

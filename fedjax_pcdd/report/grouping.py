@@ -1,10 +1,10 @@
 """Which runs repeat one experiment with other seeds, and which experiments stand side by side."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import INPUTS, RunRecord
@@ -16,6 +16,8 @@ INDIFFERENT = {*NOT_COMPUTED, "seed", "lanes", "client_state", "eval_batch"}
 PARTITION = ("clients", "partition", "beta", "classes_per_client")
 
 Names = tuple[str, str, str]  # method, variant of the preset ("" without), settings as `mu=0.1`
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ class Group:
         """Names of its experiments, without the settings that all of them have."""
         names = [entry.names for entry in self.entries]
         return [label(entry_names, shared(names)) for entry_names in names]
+
+
+def listed_by(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, all in order of appearance."""
+    lists: dict[K, list[V]] = {}
+    for key, value in pairs:
+        lists.setdefault(key, []).append(value)
+    return lists
 
 
 def label(names: Names, known: str = "") -> str:
@@ -177,11 +187,8 @@ def entries(runs: Iterable[RunRecord]) -> list[Entry]:
 
 def _by_name(named: Iterable[tuple[Names, RunRecord]]) -> list[Entry]:
     """Runs of the same name as one experiment; of a repeated seed the newest counts."""
-    members: dict[Names, list[RunRecord]] = {}
-    for names, run in named:
-        members.setdefault(names, []).append(run)
     experiments = []
-    for names, runs in members.items():
+    for names, runs in listed_by(named).items():
         kept = newest(runs)
         experiments.append(Entry(names, kept, tuple(run for run in runs if run not in kept)))
     return experiments
@@ -208,9 +215,7 @@ def of_common_seeds(members: dict[Any, list[RunRecord]]) -> dict[Any, list[RunRe
 
 def counted(runs: Iterable[RunRecord]) -> list[RunRecord]:
     """The runs, except those that have the options and the seed of a newer one."""
-    members: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        members.setdefault(str([(k, v) for k, v in run.settings.items() if k not in INDIFFERENT]), []).append(run)
+    members = listed_by((str([(k, v) for k, v in r.settings.items() if k not in INDIFFERENT]), r) for r in runs)
     return [run for repeated in members.values() for run in newest(repeated)]
 
 
