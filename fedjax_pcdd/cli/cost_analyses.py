@@ -58,18 +58,12 @@ def _table3() -> str:
 
 
 class Costs(NamedTuple):
-    """What a client of a run sends, keeps and holds in a round.
-
-    Args:
-      floats, words: in numbers, and in words by the names of these numbers.
-      cohort: how many clients a round has.
-      last_only: whether only the last rounds send as much.
-    """
+    """What a client of a run sends, keeps and holds in a round."""
 
     floats: Traffic
-    words: dict[str, str]
-    cohort: int
-    last_only: bool
+    words: dict[str, str]  # by the names of these numbers
+    cohort: int  # how many clients a round has
+    last_only: bool  # whether only the last rounds send as much
 
 
 def _all_counted(records: Sequence[RunRecord]) -> list[tuple[RunRecord, Costs]]:
@@ -78,14 +72,7 @@ def _all_counted(records: Sequence[RunRecord]) -> list[tuple[RunRecord, Costs]]:
 
 
 def _counted(record: RunRecord, load: Callable[..., Dataset]) -> Costs:
-    """The costs of a run's clients, counted by tracing its method.
-
-    Args:
-      load: `sources.load`, or one that remembers what it has read.
-
-    Raises:
-      UserError: it is a run over the domains of a task, or its data set is not available.
-    """
+    """The costs of a run's clients, counted by tracing its method; UserError where that cannot be done."""
     config, method = parse_config(record.text, str(record.path / "config.yaml"))
     if "model" in record.resolved.get("given", ()):
         raise UserError(f"{record.path} was trained on a module of Python's, which is not counted: leave it out.")

@@ -17,26 +17,16 @@ HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p
 
 
 class Comparison(NamedTuple):
-    """How far another experiment is above the first; accuracies in percentage points.
+    """How far another experiment is above the first; accuracies in percentage points."""
 
-    Args:
-      data: data set and partition.
-      first, other: what is compared.
-      metric: entry of summary.json.
-      heading: of the metric; for PA with when it was measured, if that is the same for both.
-      difference: other minus first; p-values are adjusted for the comparisons of this metric on this data.
-      chosen_by: what chose the best rounds, in words.
-      alike: whether the metric is the same quantity in both; if not, there is no verdict.
-    """
-
-    data: str
-    first: str
+    data: str  # data set and partition
+    first: str  # the experiments that are compared
     other: str
-    metric: str
-    heading: str
-    difference: Difference
-    chosen_by: str
-    alike: bool = True
+    metric: str  # entry of summary.json
+    heading: str  # of the metric; for PA with when it was measured, if that is the same for both
+    difference: Difference  # other minus first; p-values are adjusted for the comparisons of this metric on this data
+    chosen_by: str  # what chose the best rounds, in words
+    alike: bool = True  # whether the metric is the same quantity in both; if not, there is no verdict
 
 
 def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[Comparison], list[str]]:

@@ -22,17 +22,11 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Entry:
-    """One experiment: finished runs that differ only in their seeds, one per seed.
+    """One experiment: finished runs that differ only in their seeds, one per seed."""
 
-    Args:
-      names: the settings are those in which it differs from its neighbours, or from its preset.
-      runs: by rising seed.
-      repeated: runs of a seed that a newer run has too; they do not count.
-    """
-
-    names: Names
-    runs: tuple[RunRecord, ...]
-    repeated: tuple[RunRecord, ...] = ()
+    names: Names  # the settings are those in which it differs from its neighbours, or from its preset
+    runs: tuple[RunRecord, ...]  # by rising seed
+    repeated: tuple[RunRecord, ...] = ()  # runs of a seed that a newer run has too; they do not count
 
     @property
     def label(self) -> str:

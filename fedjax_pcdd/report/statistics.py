@@ -20,24 +20,18 @@ LEAST_WILCOXON = 6  # pairs below which the rank test cannot reach p <= 0.05
 class Difference(NamedTuple):
     """A paired difference over seeds, in the unit of its metric.
 
-    Args:
-      mean: over the seeds that both have.
-      error: standard error of the mean, None for one pair.
-      seeds: of the pairs.
-      low, high: Student's interval of the mean, None for one pair.
-      p: of the paired t-test, two-sided; where all differences are equal, of the sign test. None for one pair.
-      rank_p: of Wilcoxon's signed-rank test, two-sided; None below `LEAST_WILCOXON` pairs and where all are equal.
-      mixed: pairs whose two runs were on different processors, if the caller counts them.
+    P-values are two-sided: `p` of the paired t-test, or of the sign test where all differences are equal, None for one
+    pair; `rank_p` of Wilcoxon's signed-rank test, None below `LEAST_WILCOXON` pairs and where all are equal.
     """
 
-    mean: float
-    error: float | None
-    seeds: tuple[int, ...]
-    low: float | None = None
+    mean: float  # over the seeds that both have
+    error: float | None  # standard error of the mean, None for one pair
+    seeds: tuple[int, ...]  # of the pairs
+    low: float | None = None  # Student's interval of the mean, None for one pair
     high: float | None = None
     p: float | None = None
     rank_p: float | None = None
-    mixed: int = 0
+    mixed: int = 0  # pairs whose two runs were on different processors, if the caller counts them
 
     @property
     def side(self) -> str:
