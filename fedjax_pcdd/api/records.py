@@ -56,13 +56,9 @@ class Asked(NamedTuple):
 
 
 class Record:
-    """The record of one experiment, in memory or in a folder.
+    """The record of one experiment, in memory or in a folder."""
 
-    Attributes:
-      callbacks: of the experiment, in the order of their calls.
-    """
-
-    callbacks: Sequence[Callback]
+    callbacks: Sequence[Callback]  # of the experiment, in the order of their calls
     noted: Mapping[str, Any] | None  # what was settled when the run began, None before
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):

@@ -109,15 +109,7 @@ def run_together(
 
 
 class Session:
-    """Experiments that share one program, from their options to their results.
-
-    Attributes:
-      setup: the `Setup` that they share.
-      records: what is kept of each [E].
-      say: as in `run`.
-      state: from which training begins.
-      since: progress of each before that [E].
-    """
+    """Experiments that share one program, from their options to their results."""
 
     def __init__(self, asked: Sequence[Asked], say: Say, opened: ExitStack):
         """Prepare all experiments, open or create their folders, and restore the newest checkpoints."""
@@ -128,7 +120,7 @@ class Session:
             for sentence in self.setup.advice(e):
                 say(sentence)
         state = self.setup.start()
-        self.records: list[Record] = []
+        self.records: list[Record] = []  # what is kept of each [E]
         for e, request in enumerate(asked):
             record = (MemoryRecord if request.in_memory else FolderRecord)(
                 request, self.setup, e, self._own(state, e), say
@@ -140,7 +132,7 @@ class Session:
         for record in self.records:
             record.resolve(self.setup.notes())
         starts = [record.begin(self._own(state, e)) for e, record in enumerate(self.records)]
-        self.since = [progress for _, progress in starts]
+        self.since = [progress for _, progress in starts]  # of each, before training begins from `state` [E]
         resumed = any(progress.round for progress in self.since)
         self.state = _joined([start for start, _ in starts]) if resumed else self.setup.prepared(state)
 

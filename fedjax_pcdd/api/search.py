@@ -39,12 +39,7 @@ class Trial(NamedTuple):
 
 
 class Search:
-    """The trials of one search.
-
-    Attributes:
-      trials: suggested so far, without repeated suggestions.
-      on_test: whether trials are chosen on test samples.
-    """
+    """The trials of one search."""
 
     def __init__(self, given: Mapping[str, str], results: Mapping[str, Any], *, metric: str = "ga", seed: int = 0):
         """Set up a search of options as written.
@@ -60,7 +55,8 @@ class Search:
         Raises:
           UserError: Optuna is missing, nothing is searched, or an option does not take one of its values.
         """
-        self._results, self._seed, self.trials = results, seed, []
+        self._results, self._seed = results, seed
+        self.trials: list[Trial] = []  # suggested so far, without repeated suggestions
         method = method_of({name: text for name, text in given.items() if name in ("method", "preset", "variant")})
         spaces = {name: _space(name, text, method) for name, text in given.items()}
         self._spaces = {name: space for name, space in spaces.items() if space is not None}
@@ -72,7 +68,7 @@ class Search:
         on_validation = config.select_on == "validation"
         # Some protocols of PA choose epochs on test samples, wherever the round is chosen.
         tested = metric == "pa" and needs_epochs(protocol_of(config.pa_protocol, first_method.traits()))
-        self.on_test = tested or not on_validation
+        self.on_test = tested or not on_validation  # whether trials are chosen on test samples
         self._measure = f"{metric}_validation_best" if on_validation else f"{metric}_best"
 
     def stages(self, count: int, together: int = 1) -> Iterator[list[Experiment]]:
