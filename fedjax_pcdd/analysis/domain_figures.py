@@ -44,11 +44,10 @@ def balanced(labels: np.ndarray, each: int, seed: int = 0) -> np.ndarray:
 
 
 def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: str | Path) -> None:
-    """Draw t-SNE embeddings of features, one per panel, coloured by class; one row per key (FCCL, Figure 4).
+    """Write a PNG of t-SNE embeddings of features, one per panel, coloured by class (FCCL, Figure 4).
 
     Args:
-      panels: for each row its panels' titles and samples; all rows have the same length.
-      path: of the PNG file.
+      panels: for each row, by its name, its panels' titles and samples; all rows have the same length.
     """
     from sklearn.manifold import TSNE
 
@@ -72,12 +71,11 @@ def fluctuation(values: np.ndarray) -> float:
 
 
 def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: str | Path) -> None:
-    """Draw intra-domain accuracy and local objective over the rounds, one line per run (FCCL, Figure 6).
+    """Write a PNG of intra-domain accuracy and local objective over the rounds, one line per run (FCCL, Figure 6).
 
     Args:
       runs: lines of metrics.jsonl by label; a line of round 0 is that of the pre-trained models.
       top: an answer is right if the label is among the first `top`.
-      path: of the PNG file.
     """
     figure = new_figure(9.0, 3.6)
     left, right = figure.subplots(1, 2)
@@ -92,12 +90,11 @@ def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: 
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, Sequence[float]]], groups: Sequence[str], path: str | Path) -> None:
-    """Draw groups of bars in percent, with a bar for each label (FCCL, Figures 7 and 8).
+    """Write a PNG of groups of bars in percent, with a bar for each label (FCCL, Figures 7 and 8).
 
     Args:
       panels: by title and label, the number of each group, a share in [0, 1].
       groups: names below the bars.
-      path: of the PNG file.
     """
     figure = new_figure(4.6 * len(panels), 3.4)
     for panel, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

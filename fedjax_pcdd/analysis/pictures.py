@@ -49,12 +49,11 @@ def panels_of(name: str, runs: Mapping[str, Rows]) -> list[tuple[str, str, str]]
 
 
 def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
-    """Draw one quantity of one or several runs; nothing if it has no numbers.
+    """Write a PNG of one quantity of one or several runs; nothing if it has no numbers.
 
     Args:
       name: a key of `PANELS`, or a quantity from outside.
       runs: lines of track.jsonl by the run's label; "" for a single run.
-      path: of the PNG file.
     """
     panels = panels_of(name, runs)
     if not panels:
@@ -71,12 +70,11 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
 
 
 def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str | Path) -> None:
-    """Draw one quantity, with a column per group of runs and a row per number (FedGELA, Figure 5).
+    """Write a PNG of one quantity, with a column per group of runs and a row per number (FedGELA, Figure 5).
 
     Args:
       name: classes, angles or features; the second row shows classes that a client lacks.
       groups: lines of track.jsonl by group and by the run's label; a label has the same colour in all groups.
-      path: of the PNG file.
     """
     rows = [("classes that a client has", "existing"), ("classes that it lacks", "missing")]
     labels = list(dict.fromkeys(label for runs in groups.values() for label in runs))
@@ -135,7 +133,6 @@ def draw_bilateral(
     Args:
       curves: by label, [n, 5]: E_W, ascending, GA and its deviation over seeds, PA and its deviation.
       references: GA and PA of FedAvg for some of the labels, drawn as dashed lines.
-      path: of the PNG file.
       pa: name of PA, which tells when it is measured.
       reference: name of the dashed lines in the panel of PA.
     """
@@ -170,12 +167,11 @@ def correlation_matrices(logits: jax.Array) -> jax.Array:
 def draw_matrices(
     public: np.ndarray, private: np.ndarray, names: Sequence[str], path: str | Path, *, clip: bool = False
 ) -> None:
-    """Draw matrices [K, C, C] side by side, each under its participant's name; blue for -1 and red for 1.
+    """Write a PNG of matrices [K, C, C] side by side, each under its participant's name; blue for -1 and red for 1.
 
     Args:
       public, private: computed on the public images, and on each participant's own, for a second row.
       names: of the participants.
-      path: of the PNG file.
       clip: draw negative entries as 0, as the published code does.
     """
     figure = new_figure(1 + 2.4 * len(public), 5.2, dpi=120)

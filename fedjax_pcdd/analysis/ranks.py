@@ -115,13 +115,7 @@ def cliques(mean: np.ndarray, critical: float) -> list[tuple[int, int]]:
 
 
 def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
-    """Write a PNG of mean ranks with their intervals, and a bar beside each group of indistinguishable methods.
-
-    Args:
-      names: [M].
-      ranks: of these methods.
-      path: of the PNG file.
-    """
+    """Write a PNG of mean ranks with their intervals, and a bar beside each group of indistinguishable methods [M]."""
     order = np.argsort(ranks.mean, kind="stable")
     mean, low, high = ranks.mean[order], ranks.low[order], ranks.high[order]
     figure = new_figure(8.0, 1.2 + 0.2 * len(names))

@@ -142,7 +142,6 @@ def look_after_training(
 
     Args:
       program: of one experiment.
-      look: the function to apply.
       methods, hyper, data, keys, sent: as a `Simulation` passes them to its round.
       state: before the round, as fetched for these jobs.
       of_steps: whether `look` also gets the statistics of the steps, see `Observed`.
@@ -161,7 +160,6 @@ def look_between_rounds(
 
     Args:
       program: of one experiment.
-      look: the function to apply.
       methods, data: of the `Simulation`.
       state: with the clients [n, ...] of the rows.
       rows: [n].

@@ -225,12 +225,7 @@ def history_of(
     run: Run, asked: Asked, of_clients: Mapping[int, Any], label: str | None = None,
     summary: Mapping[str, Any] = MappingProxyType({}),
 ) -> History:  # fmt: skip
-    """The history of a run, finished or not.
-
-    Args:
-      of_clients: PA of each client by round, for rows that lack it.
-      label: None for the method's name.
-    """
+    """The history of a run, finished or not; `of_clients` has the PA of each client by round, for rows that lack it."""
     config, rows = asked.config, with_clients(run.history.rows, of_clients)
     label = label or short_name(config.method)
     return History(
@@ -249,10 +244,9 @@ def with_clients(rows: Sequence[Mapping[str, Any]], of_clients: Mapping[int, Any
 
 
 def recorded(folder: Path, objects: Mapping[str, Any], asks: str = "load_run") -> Asked:
-    """The request that continues a run, with the objects that config.yaml cannot describe; UserError if one is missing.
+    """The request that continues a run, with the objects that config.yaml cannot describe.
 
-    Args:
-      asks: name of the function that was called, for error messages.
+    UserError, in which `asks` is the function that was called, if one is missing or unknown.
     """
     config, method = read_run(folder)
     for name in objects:

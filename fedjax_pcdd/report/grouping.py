@@ -124,7 +124,6 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
 
     Args:
       runs: finished or not.
-      cells: the presets.
       preset: only the runs that belong to this one; None to group each run by the preset that it records.
     """
     members: dict[tuple[str, str | None, str | None], list[tuple[Names, RunRecord]]] = {}

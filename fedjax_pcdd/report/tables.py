@@ -213,7 +213,6 @@ def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str
     """One GitHub table under its title.
 
     Args:
-      table: what to write.
       aligned: whether to pad columns, so that it reads as text too.
       escape: turns the text of a cell into Markdown; `str` for cells that are Markdown.
     """
