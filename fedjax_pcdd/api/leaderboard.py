@@ -128,7 +128,6 @@ def check_names(plan: Plan, given: Sequence[str], with_results: Sequence[str], p
 
 
 def _check_kinds(plan: Plan, path: Path) -> None:
-    """UserError for a section whose content is of the wrong kind."""
     for name in ("run", "splits", "trials", "scores", "public"):
         if not isinstance(getattr(plan, name), dict):
             raise UserError(f"'{name}' in {path} must be a mapping.")
@@ -227,7 +226,6 @@ def _told(error: UserError, folder: Path) -> str:
 def _run(
     plan: Plan, cell: Cell, points: Sequence[tuple[int, int]], folder: Path, more: Mapping[str, str], console: Console
 ) -> list[dict[str, Any] | UserError]:
-    """Summary or error of each (trial, seed) pair."""
     trials = plan.trials_of(cell.method, cell.network)
     names = [f"trial{i}-s{seed}" for i, seed in points]
     run_options = [options(plan, cell, trials[i], seed, more) for i, seed in points]

@@ -106,7 +106,6 @@ def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
 
 
 def _metrics(callbacks: Sequence[Callback]) -> list[Metrics]:
-    """Those of the callbacks that measure the user's own metrics."""
     return [callback for callback in callbacks if isinstance(callback, Metrics)]
 
 

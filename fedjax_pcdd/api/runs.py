@@ -274,7 +274,6 @@ def check_same(recorded: Pair, wanted: Pair, folder: Path) -> None:
 
 
 def _check_readable(checkpoints: Path) -> None:
-    """UserError if a folder of checkpoints may not be read."""
     for path in (checkpoints, *checkpoints.glob("*")):
         try:
             _ = path.is_dir() and os.listdir(path)

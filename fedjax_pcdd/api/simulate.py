@@ -174,7 +174,6 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
 
 
 def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run_dir: Any) -> None:
-    """UserError for an argument of the wrong kind."""
     if not isinstance(label, str | None):
         raise UserError(f"takes a text, not {shortened(label)}.", field="label")
     if not isinstance(resume, bool):
@@ -190,7 +189,6 @@ def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run
 
 
 def _known(options: Mapping[str, Any], method: Method) -> Mapping[str, Any]:
-    """The options; UserError for one that `simulate` does not take."""
     for name in options:
         if name in OPTIONS:
             continue

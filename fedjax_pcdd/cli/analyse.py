@@ -102,7 +102,6 @@ def _located(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_suffix(output: str | None) -> None:
-    """UserError for a picture in an unsupported format."""
     if output is not None and (suffix := Path(output).suffix) not in PICTURES:
         raise UserError(f"must end with {', '.join(PICTURES)}, not '{suffix}'.", field="output")
 

@@ -88,7 +88,6 @@ def _list(name: str) -> str:
 
 
 def _cut(paper: str, room: int) -> str:
-    """A paper, cut to the room that a line has."""
     return paper if len(paper) <= room else f"{paper[: room - 1].rstrip()}…"
 
 

@@ -79,7 +79,6 @@ def _named_method(argv: Sequence[str]) -> list[type[Method]]:
 
 
 def _switches(classes: Sequence[type[Method]]) -> set[str]:
-    """Names of all options that are true or false."""
     option_groups = [RUN, *map(options_of, [*methods.every().values(), *classes])]
     names = {option.name for options in option_groups for option in options.values() if option.kind is bool}
     return names | {"help", "status", *LISTS}

@@ -62,7 +62,6 @@ def page(
 
 
 def _figures(group: Group, index: int) -> list[Markup]:
-    """The curves of a group as SVG."""
     pictures = [(name, curves(group, name)) for name in CURVES]
     return [Markup(inline(svg, f"g{index}{name}")) for name, svg in pictures if svg is not None]
 
