@@ -66,11 +66,9 @@ def _by_ew(
     fedavg: dict[str, list[RunRecord]] = {}
     of_partition = {"method", "dataset", "partition", "beta", "classes_per_client", "clients"}
     varied = [name for name in differing([r.config for r in records]) if name in RUN and name not in of_partition]
-    swept, excluded = [run for run in records if _ew(run) is not None], {*RUN, "ew", "scale"}
-    method_options = {
-        method: [n for n in differing([run.config for run in swept if run.method == method]) if n not in excluded]
-        for method in dict.fromkeys(run.method for run in swept)
-    }
+    swept = listed_by((run.method, run.config) for run in records if _ew(run) is not None)
+    excluded = {*RUN, "ew", "scale"}
+    method_options = {method: [n for n in differing(x) if n not in excluded] for method, x in swept.items()}
     for record in records:
         ew, summary = _ew(record), record.result
         if None in (summary.get("ga_best"), summary.get("pa_best")) or (ew is None and record.method != REFERENCE):

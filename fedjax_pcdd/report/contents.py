@@ -52,9 +52,7 @@ def own_table(group: Group) -> Table:
     rule = RULES.get(group.preset or "", BEST)
     summaries = [run.result for _, runs in experiments for run in runs]
     accuracies = _accuracies(summaries)
-    columns = [
-        Column(column.heading, column.entry, best=-1 if column.entry == "pa_std" else 1) for column in accuracies
-    ]
+    columns = [Column(x.heading, x.entry, best=-1 if x.entry == "pa_std" else 1) for x in accuracies]
     columns.append(Column("s a round", SECONDS, digits=3))
     if targets:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
@@ -154,9 +152,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     if rows != "seed":
         remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
     direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
-    headings = tuple(
-        Column(f"{columns}={_written(head)}" if columns else str(head), metric, best=direction) for head in heads
-    )
+    headings = tuple(Column(f"{columns}={_written(x)}" if columns else str(x), metric, best=direction) for x in heads)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))

@@ -166,16 +166,11 @@ def entries(runs: Iterable[RunRecord]) -> list[Entry]:
     runs = list(runs)
     common = {*RUN, *INPUTS} - {"method", "method object"}
     run_options = [name for name in differing([run.settings for run in runs]) if name in common]
-    method_options = {
-        method: [
-            name for name in differing([run.settings for run in runs if run.method == method]) if name not in common
-        ]
-        for method in dict.fromkeys(run.method for run in runs)
-    }
-    ordered = [run for method in method_options for run in runs if run.method == method]
-    return _by_name(
-        [((run.method, "", _settings(run, [*run_options, *method_options[run.method]])), run) for run in ordered]
-    )
+    named = []
+    for method, members in listed_by((run.method, run) for run in runs).items():
+        method_options = [name for name in differing([run.settings for run in members]) if name not in common]
+        named += [((method, "", _settings(run, [*run_options, *method_options])), run) for run in members]
+    return _by_name(named)
 
 
 def _by_name(named: Iterable[tuple[Names, RunRecord]]) -> list[Entry]:
