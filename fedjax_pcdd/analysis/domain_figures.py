@@ -6,7 +6,7 @@ Letters: n samples, D features, K participants, one per domain.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,17 +16,10 @@ Sample = tuple[np.ndarray, np.ndarray]  # features [n, D] and labels [n]
 LAST = 20  # number of rounds whose changes are averaged
 
 
-class Separation(NamedTuple):
-    """How well classes are separated: between-class over within-class variance, and the mean silhouette."""
+def separation(features: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Between-class over within-class variance, and mean silhouette, of features [n, D] with labels [n], >= 2 classes.
 
-    ratio: float
-    silhouette: float
-
-
-def separation(features: np.ndarray, labels: np.ndarray) -> Separation:
-    """Separation of features [n, D] with labels [n] of at least two classes.
-
-    >>> separation(np.array([[0.0], [2.0], [10.0], [12.0]]), np.array([0, 0, 1, 1])).ratio
+    >>> separation(np.array([[0.0], [2.0], [10.0], [12.0]]), np.array([0, 0, 1, 1]))[0]
     25.0
     """
     from sklearn.metrics import silhouette_score
@@ -34,7 +27,7 @@ def separation(features: np.ndarray, labels: np.ndarray) -> Separation:
     classes, inverse = np.unique(labels, return_inverse=True)
     means = np.stack([features[labels == c].mean(0) for c in classes])[inverse]
     between, within = np.square(means - features.mean(0)).sum(), np.square(features - means).sum()
-    return Separation(float(between / within), float(silhouette_score(features, labels)))
+    return float(between / within), float(silhouette_score(features, labels))
 
 
 def balanced(labels: np.ndarray, each: int, seed: int = 0) -> np.ndarray:

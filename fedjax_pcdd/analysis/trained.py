@@ -39,11 +39,6 @@ class Steps(NamedTuple):
     norm: jax.Array  # sum of the gradients' norms before clipping
     clipped: jax.Array  # number of clipped steps
 
-    @classmethod
-    def none(cls) -> "Steps":
-        """Statistics before the first step."""
-        return cls(*jnp.zeros((3,), jnp.result_type(float)))
-
     def after(self, gradients: Tree, limit: jax.Array, apart: tuple[str, ...]) -> "Steps":
         """Statistics with one more step.
 
@@ -76,7 +71,7 @@ class Observed(Method):
     def download(self, server, client):
         """The other method's."""
         variables = self.inner.download(server, client)
-        return {**variables, STEPS: Steps.none()} if self.of_steps else variables
+        return {**variables, STEPS: Steps(*jnp.zeros(3))} if self.of_steps else variables
 
     def loss(self, variables, batch, context):
         """The other method's."""

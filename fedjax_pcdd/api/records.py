@@ -49,11 +49,6 @@ class Asked(NamedTuple):
     noted: Mapping[str, Any] | None = None  # for a run in memory: what was settled when it began
     data: tuple[str, Path] | None = None  # in a sweep: digest of the data set, and the experiment that has it
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether the experiment writes no folder."""
-        return self.config.run_dir is None and self.config.resume is None
-
 
 class Record:
     """The record of one experiment, in memory or in a folder."""

@@ -122,9 +122,9 @@ class Session:
         state = self.setup.start()
         self.records: list[Record] = []  # what is kept of each [E]
         for e, request in enumerate(asked):
-            record = (MemoryRecord if request.in_memory else FolderRecord)(
-                request, self.setup, e, self._own(state, e), say
-            )
+            in_memory = request.config.run_dir is None and request.config.resume is None
+            kind = MemoryRecord if in_memory else FolderRecord
+            record = kind(request, self.setup, e, self._own(state, e), say)
             opened.callback(record.close)
             self.records.append(record)
         notes = max((r.noted for r in self.records if r.noted), key=lambda notes: notes["lanes"], default=None)

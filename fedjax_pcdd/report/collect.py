@@ -71,11 +71,6 @@ class RunRecord:
         return self.rows[-1]["round"] if self.rows else 0
 
     @property
-    def ended_early(self) -> bool:
-        """Whether a callback ended the finished run before its last round."""
-        return self.summary is not None and self.rounds_done < self.config["rounds"]
-
-    @property
     def version(self) -> str | None:
         """Version of this library that began the run, if it is recorded."""
         return ((self.resolved.get("inputs") or {}).get("versions") or {}).get("fedjax-pcdd")

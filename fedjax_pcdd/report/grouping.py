@@ -218,7 +218,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def unlike(runs: Iterable[RunRecord]) -> list[str]:
-    """Sentences about what makes the numbers of runs less comparable: versions, devices, rounds that were left out."""
+    """Sentences about what makes the numbers of finished runs less comparable: versions, devices, rounds left out."""
     runs = list(runs)
     found = {
         "versions of this library": {run.version for run in runs},
@@ -226,7 +226,8 @@ def unlike(runs: Iterable[RunRecord]) -> list[str]:
     }
     several = {kind: sorted(values - {None}) for kind, values in found.items()}
     sentences = [f"Runs are of several {kind}: {', '.join(map(str, v))}." for kind, v in several.items() if len(v) > 1]
-    ended = [f"{run.path} after {run.rounds_done} of {run.config['rounds']}" for run in runs if run.ended_early]
+    lengths = [(run.path, run.rounds_done, run.config["rounds"]) for run in runs]
+    ended = [f"{path} after {done} of {rounds}" for path, done, rounds in lengths if done < rounds]
     more = f", and {len(ended) - 3} more" if len(ended) > 3 else ""
     return sentences + [f"Callbacks ended runs early: {', '.join(ended[:3])} rounds{more}."] * bool(ended)
 

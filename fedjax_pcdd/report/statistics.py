@@ -33,20 +33,16 @@ class Difference(NamedTuple):
     rank_p: float | None = None
     mixed: int = 0  # pairs whose two runs were on different processors, if the caller counts them
 
-    @property
-    def side(self) -> str:
-        """On which side of zero the mean is."""
-        return "above" if self.mean > 0 else "below" if self.mean < 0 else "equal"
-
     def verdict(self, alpha: float = ALPHA) -> str:
         """The verdict of the t-test.
 
         >>> Difference(1.5, None, (0,)).verdict(), Difference(1.5, 0.1, (0, 1, 2), p=0.01).verdict()
         ('one seed, above', 'above')
         """
+        side = "above" if self.mean > 0 else "below" if self.mean < 0 else "equal"
         if self.p is None:
-            return f"one seed, {self.side}"
-        return self.side if self.p <= alpha and self.mean else "not distinguishable"
+            return f"one seed, {side}"
+        return side if self.p <= alpha and self.mean else "not distinguishable"
 
     @property
     def mark(self) -> str:
