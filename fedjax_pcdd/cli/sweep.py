@@ -101,7 +101,7 @@ def _main(argv: Sequence[str]) -> int:
         print(HELP)
         return 0
     settings, results = own_options(options, OPTIONS), {}
-    quiet = is_quiet(options)
+    quiet = convert(RUN["quiet"], options.get("quiet", "false"))
     most = None if settings["together"] == "auto" else settings["together"]  # None: as many as fit
     if slurm and settings["launcher"] == "processes":
         raise UserError(f"{slurm[0]} is for jobs of Slurm: add --launcher=slurm, or leave it out.")
@@ -125,11 +125,6 @@ def _main(argv: Sequence[str]) -> int:
     if settings["status"]:
         return 0
     return conclude(folder, summarise(experiments, results), quiet=quiet)
-
-
-def is_quiet(options: Mapping[str, str]) -> bool:
-    """Whether nothing but errors shall be shown; UserError if the text is neither yes nor no."""
-    return bool(convert(RUN["quiet"], options.get("quiet", "false")))
 
 
 def of_what_has_begun(options: Mapping[str, str], settings: Mapping[str, Any]) -> bool:
