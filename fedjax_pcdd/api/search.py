@@ -15,7 +15,7 @@ from rich.console import Console
 from fedjax_pcdd.api.grid import SEARCH, WHOLE, Experiment, summarise, values_of
 from fedjax_pcdd.api.runs import warn
 from fedjax_pcdd.api.sweep import Results, options_of_grid, run_stages
-from fedjax_pcdd.errors import UserError, as_path, yes_or_no
+from fedjax_pcdd.errors import UserError, as_path, imported, yes_or_no
 from fedjax_pcdd.training.config import RESERVED
 from fedjax_pcdd.training.fields import convert, with_commas
 from fedjax_pcdd.training.metrics import DIGITS
@@ -123,10 +123,7 @@ class Search:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise UserError("optuna is missing: pip install 'fedjax-pcdd[search]'.") from error
+    optuna = imported("optuna", "search")
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # a study announces itself on stderr
     return optuna
 

@@ -32,7 +32,7 @@ from fedjax_pcdd.api.grid import Experiment, stages, summarise
 from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence, starting
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
-from fedjax_pcdd.errors import UserError, in_one_line, writing
+from fedjax_pcdd.errors import UserError, imported, in_one_line, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
 from fedjax_pcdd.screen import Screen
 from fedjax_pcdd.training.config import RUN
@@ -235,10 +235,7 @@ def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Se
     if own["launcher"] == "processes":
         processes(command, logs, own["workers"])
         return
-    try:
-        import submitit
-    except ImportError as error:
-        raise UserError("submitit is missing: pip install 'fedjax-pcdd[slurm]'.") from error
+    submitit = imported("submitit", "slurm")
     settings = {}
     for word in slurm:
         name, _, text = word.removeprefix("--slurm.").replace("-", "_").partition("=")
