@@ -93,9 +93,8 @@ def draw_bars(panels: Mapping[str, Mapping[str, Sequence[float]]], groups: Seque
     for panel, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         width, ticks = 0.8 / len(bars), np.arange(len(groups))
         for i, (label, shares) in enumerate(bars.items()):
-            panel.bar(
-                ticks + (i - (len(bars) - 1) / 2) * width, 100 * np.array(shares), width, label=label, color=look(i)[0]
-            )
+            middles = ticks + (i - (len(bars) - 1) / 2) * width
+            panel.bar(middles, 100 * np.array(shares), width, label=label, color=look(i)[0])
         frame(panel, title=title, across="", upwards="accuracy (%)")
         panel.set_xticks(ticks, groups, fontsize=8)
     add_legend(panel, fontsize=8)

@@ -153,10 +153,9 @@ def partition(
     parsed = {name: convert(RUN[name], None if value is None else str(value)) for name, value in options.items()}
     if kind == "natural" and clients is not None:
         dataset = largest_groups(dataset, parsed["clients"])
-    any_kind: Any = kind  # an unknown one is refused, with the nearest known one
-    config = RunConfig(partition=any_kind, **parsed)
-    federation = federate(config, dataset)
-    DRAWN[federation] = {"partition": kind, **parsed}
+    config = RunConfig(**(drawn := {"partition": kind, **parsed}))
+    federation = federate(config, dataset)  # which refuses an unknown kind, with the nearest known one
+    DRAWN[federation] = drawn
     for sentence in unused(config, Traits()):
         warn(sentence.replace("`partition=", "`kind="))
     return federation

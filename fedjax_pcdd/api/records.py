@@ -108,7 +108,6 @@ class MemoryRecord(Record):
     """The record of an experiment in memory: only what the callbacks keep."""
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
-        """As for `Record`."""
         super().__init__(asked, setup, e, state, say)
         accuracies = setup.accuracies(e, per_client=True)
         last_round = LastRound([accuracies, *_metrics(asked.callbacks)])

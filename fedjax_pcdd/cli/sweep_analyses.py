@@ -77,9 +77,8 @@ def _by_ew(
         if ew is None:
             fedavg.setdefault(setting, []).append(record)
             continue
-        parts = [record.method] * (len(method_options) > 1) + [
-            f"{n}={record.config.get(n)}" for n in method_options[record.method]
-        ]
+        parts = [record.method] * (len(method_options) > 1)
+        parts += [f"{n}={record.config.get(n)}" for n in method_options[record.method]]
         parts += ["linear"] * (record.resolved["hyperparameters"].get("scale") == "linear")
         groups.setdefault((setting, ", ".join(parts)), {}).setdefault(ew, []).append(record)
     return groups, fedavg

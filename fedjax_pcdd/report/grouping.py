@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +80,7 @@ class Cells:
     """The configurations that the cells of the presets in a folder stand for."""
 
     def __init__(self, folder: Path):
-        self._folder, self._configs = folder, {}
+        self._folder, self._config = folder, cache(self._read)
 
     def preset(self, name: str) -> Preset:
         """The preset of this name; UserError if there is none."""
@@ -87,13 +88,10 @@ class Cells:
 
     def settings(self, run: RunRecord, preset: str, split: str | None, variant: str | None) -> str:
         """Options in which a run differs from a cell, "" for none."""
-        key = (preset, split, run.method, variant)
-        if key not in self._configs:
-            self._configs[key] = self._config(*key)
-        cell = self._configs[key]
+        cell = self._config(preset, split, run.method, variant)
         return "no cell of the preset" if cell is None else _settings(run, differing([run.config, cell]))
 
-    def _config(self, preset: str, split: str | None, method: str, variant: str | None) -> dict[str, Any] | None:
+    def _read(self, preset: str, split: str | None, method: str, variant: str | None) -> dict[str, Any] | None:
         try:
             options = preset_values(self.preset(preset), method, split, variant)
             options = (TASK_DEFAULTS if options.get("task") else {}) | options | {"method": method}
@@ -129,8 +127,7 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
     members: dict[tuple[str, str | None, str | None], list[tuple[Names, RunRecord]]] = {}
     for run in (run for run in runs if run.summary is not None):
         name = preset or run.preset
-        cell = cells.cell(run, name) if name else None
-        if name and cell is not None:
+        if name and (cell := cells.cell(run, name)) is not None:
             split, variant = cell
             names = run.method, variant or "", cells.settings(run, name, split, variant)
             members.setdefault((f"{name} · {split}" if split else name, name, split), []).append((names, run))

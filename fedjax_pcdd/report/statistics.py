@@ -94,10 +94,7 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
 
 def family(differences: Sequence[Difference | None]) -> list[Difference | None]:
     """Comparisons of one family, with p-values adjusted by Holm; those of a single pair do not count."""
-    columns = [
-        holm([None if difference is None else getattr(difference, name) for difference in differences])
-        for name in ("p", "rank_p")
-    ]
+    columns = [holm([None if x is None else getattr(x, name) for x in differences]) for name in ("p", "rank_p")]
     return [
         None if difference is None else difference._replace(p=p, rank_p=rank_p)
         for difference, p, rank_p in zip(differences, *columns, strict=True)
