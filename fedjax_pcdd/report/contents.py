@@ -50,8 +50,7 @@ def own_table(group: Group) -> Table:
     experiments = [(entry.names, entry.runs) for entry in group.entries]
     targets = REFERENCE in (method for (method, _, _), _ in experiments) and len(experiments) > 1
     rule = RULES.get(group.preset or "", BEST)
-    summaries = [run.result for _, runs in experiments for run in runs]
-    accuracies = _accuracies(summaries)
+    accuracies = _accuracies([run.result for _, runs in experiments for run in runs])
     columns = [Column(x.heading, x.entry, best=-1 if x.entry == "pa_std" else 1) for x in accuracies]
     columns.append(Column("s a round", SECONDS, digits=3))
     if targets:
