@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import importlib
 import os
 import re
 import secrets
@@ -124,6 +125,15 @@ def in_one_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def imported(module: str, extra: str) -> Any:
+    """A module of a package of one of the extras; UserError if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise UserError(f"{package} is missing: pip install 'fedjax-pcdd[{extra}]'.") from error
+
+
 RUN_DIR = "another `run_dir`"
 
 
@@ -156,12 +166,15 @@ def writing(path: Path, instead: str = RUN_DIR) -> Iterator[None]:
 
 
 @contextmanager
-def at_once(path: Path, instead: str = RUN_DIR) -> Iterator[Path]:
+def at_once(path: Path, instead: str = RUN_DIR, *, parents: bool = False) -> Iterator[Path]:
     """A context with a temporary path to write to, which replaces `path` at the end: whole or not at all.
 
-    The temporary path has the same suffix. Links are not followed. Errors are those of `writing`, except that errors
-    about other files are raised as they are.
+    The temporary path has the same suffix; with `parents` its folder may be new. Links are not followed. Errors are
+    those of `writing`, except that errors about other files are raised as they are.
     """
+    if parents:
+        with writing(path, instead):
+            path.parent.mkdir(parents=True, exist_ok=True)
     # A number of its own: on a shared file system processes of two machines may have the same number.
     temporary = path.parent / f".{secrets.randbelow(10**8)}.{path.name}"
     try:

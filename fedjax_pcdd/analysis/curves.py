@@ -38,7 +38,6 @@ def series(rows: Iterable[Mapping[str, Any]], *names: str, factor: float = 1.0) 
     """Rounds and values [n] of a number in lines of metrics.jsonl or track.jsonl, if it is known and finite.
 
     Args:
-      rows: the lines.
       names: key of the number, preceded by the keys of the mappings that contain it.
       factor: by which the number is multiplied.
 
@@ -61,11 +60,9 @@ def new_figure(width: float, height: float, dpi: int = 100) -> Any:
 
 
 def curve(axes: Any, x: np.ndarray, y: np.ndarray, *, deviation: np.ndarray | None = None, **style: Any) -> None:
-    """Draw a curve, with markers if there are few points.
+    """Draw a curve of x and y [n] on axes of matplotlib, with markers if there are few points.
 
     Args:
-      axes: of matplotlib.
-      x, y: [n].
       deviation: [n] half the width of a band around the curve.
       style: of the line, for matplotlib.
     """
@@ -101,12 +98,10 @@ def frame(axes: Any, *, title: str = "", across: str = "round", upwards: str = "
 def draw_curves(
     rows: Iterable[Mapping[str, Any]], path: str | Path, title: str, best: Mapping[str, int | None]
 ) -> None:
-    """Draw GA and PA of a run in percent, with their best rounds marked, and the loss below.
+    """Write a PNG of GA and PA of a run in percent, with their best rounds marked, and the loss below.
 
     Args:
       rows: as in metrics.jsonl; rounds without evaluation have None or no entry.
-      path: of the PNG file.
-      title: above the curves.
       best: the best rounds of "ga" and "pa", by what chose them; None where there is none.
     """
     rows = list(rows)

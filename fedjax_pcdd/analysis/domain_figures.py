@@ -6,7 +6,7 @@ Letters: n samples, D features, K participants, one per domain.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,17 +16,10 @@ Sample = tuple[np.ndarray, np.ndarray]  # features [n, D] and labels [n]
 LAST = 20  # number of rounds whose changes are averaged
 
 
-class Separation(NamedTuple):
-    """How well classes are separated: between-class over within-class variance, and the mean silhouette."""
+def separation(features: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Between-class over within-class variance, and mean silhouette, of features [n, D] with labels [n], >= 2 classes.
 
-    ratio: float
-    silhouette: float
-
-
-def separation(features: np.ndarray, labels: np.ndarray) -> Separation:
-    """Separation of features [n, D] with labels [n] of at least two classes.
-
-    >>> separation(np.array([[0.0], [2.0], [10.0], [12.0]]), np.array([0, 0, 1, 1])).ratio
+    >>> separation(np.array([[0.0], [2.0], [10.0], [12.0]]), np.array([0, 0, 1, 1]))[0]
     25.0
     """
     from sklearn.metrics import silhouette_score
@@ -34,7 +27,7 @@ def separation(features: np.ndarray, labels: np.ndarray) -> Separation:
     classes, inverse = np.unique(labels, return_inverse=True)
     means = np.stack([features[labels == c].mean(0) for c in classes])[inverse]
     between, within = np.square(means - features.mean(0)).sum(), np.square(features - means).sum()
-    return Separation(float(between / within), float(silhouette_score(features, labels)))
+    return float(between / within), float(silhouette_score(features, labels))
 
 
 def balanced(labels: np.ndarray, each: int, seed: int = 0) -> np.ndarray:
@@ -44,11 +37,10 @@ def balanced(labels: np.ndarray, each: int, seed: int = 0) -> np.ndarray:
 
 
 def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: str | Path) -> None:
-    """Draw t-SNE embeddings of features, one per panel, coloured by class; one row per key (FCCL, Figure 4).
+    """Write a PNG of t-SNE embeddings of features, one per panel, coloured by class (FCCL, Figure 4).
 
     Args:
-      panels: for each row its panels' titles and samples; all rows have the same length.
-      path: of the PNG file.
+      panels: for each row, by its name, its panels' titles and samples; all rows have the same length.
     """
     from sklearn.manifold import TSNE
 
@@ -72,12 +64,11 @@ def fluctuation(values: np.ndarray) -> float:
 
 
 def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: str | Path) -> None:
-    """Draw intra-domain accuracy and local objective over the rounds, one line per run (FCCL, Figure 6).
+    """Write a PNG of intra-domain accuracy and local objective over the rounds, one line per run (FCCL, Figure 6).
 
     Args:
       runs: lines of metrics.jsonl by label; a line of round 0 is that of the pre-trained models.
       top: an answer is right if the label is among the first `top`.
-      path: of the PNG file.
     """
     figure = new_figure(9.0, 3.6)
     left, right = figure.subplots(1, 2)
@@ -92,20 +83,18 @@ def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: 
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, Sequence[float]]], groups: Sequence[str], path: str | Path) -> None:
-    """Draw groups of bars in percent, with a bar for each label (FCCL, Figures 7 and 8).
+    """Write a PNG of groups of bars in percent, with a bar for each label (FCCL, Figures 7 and 8).
 
     Args:
       panels: by title and label, the number of each group, a share in [0, 1].
       groups: names below the bars.
-      path: of the PNG file.
     """
     figure = new_figure(4.6 * len(panels), 3.4)
     for panel, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         width, ticks = 0.8 / len(bars), np.arange(len(groups))
         for i, (label, shares) in enumerate(bars.items()):
-            panel.bar(
-                ticks + (i - (len(bars) - 1) / 2) * width, 100 * np.array(shares), width, label=label, color=look(i)[0]
-            )
+            middles = ticks + (i - (len(bars) - 1) / 2) * width
+            panel.bar(middles, 100 * np.array(shares), width, label=label, color=look(i)[0])
         frame(panel, title=title, across="", upwards="accuracy (%)")
         panel.set_xticks(ticks, groups, fontsize=8)
     add_legend(panel, fontsize=8)

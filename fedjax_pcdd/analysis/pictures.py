@@ -49,12 +49,11 @@ def panels_of(name: str, runs: Mapping[str, Rows]) -> list[tuple[str, str, str]]
 
 
 def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
-    """Draw one quantity of one or several runs; nothing if it has no numbers.
+    """Write a PNG of one quantity of one or several runs; nothing if it has no numbers.
 
     Args:
       name: a key of `PANELS`, or a quantity from outside.
       runs: lines of track.jsonl by the run's label; "" for a single run.
-      path: of the PNG file.
     """
     panels = panels_of(name, runs)
     if not panels:
@@ -67,19 +66,15 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
         frame(panel, title=title, upwards=label)
     if name == "spectrum":
         _eigenvalues(axes[-1], runs)
-    figure.suptitle(TITLES.get(name, short_name(name)), fontsize=11, parse_math=False)
-    lines, labels = _key(axes[0], name, runs)
-    add_legend(figure, lines, labels, loc="outside lower center", ncols=3 * number, fontsize=9)
-    figure.savefig(path)
+    _finish(figure, axes[0], name, runs, 3 * number, path)
 
 
 def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str | Path) -> None:
-    """Draw one quantity, with a column per group of runs and a row per number (FedGELA, Figure 5).
+    """Write a PNG of one quantity, with a column per group of runs and a row per number (FedGELA, Figure 5).
 
     Args:
       name: classes, angles or features; the second row shows classes that a client lacks.
       groups: lines of track.jsonl by group and by the run's label; a label has the same colour in all groups.
-      path: of the PNG file.
     """
     rows = [("classes that a client has", "existing"), ("classes that it lacks", "missing")]
     labels = list(dict.fromkeys(label for runs in groups.values() for label in runs))
@@ -89,11 +84,8 @@ def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str 
         for panel, (title, key) in zip(column, rows, strict=True):
             _curves(panel, name, {label: runs.get(label, ()) for label in labels}, key)
             frame(panel, title=f"{group}\n{title}", upwards=PANELS[name][0][1] if panel in panels[:, 0] else "")
-    figure.suptitle(TITLES[name], fontsize=11)
     all_rows = {label: [row for runs in groups.values() for row in runs.get(label, ())] for label in labels}
-    lines, texts = _key(panels[0][0], name, all_rows)
-    add_legend(figure, lines, texts, loc="outside lower center", ncols=4, fontsize=9)
-    figure.savefig(path)
+    _finish(figure, panels[0][0], name, all_rows, 4, path)
 
 
 def _curves(panel: Any, name: str, runs: Mapping[str, Rows], key: str) -> None:
@@ -118,15 +110,18 @@ def _eigenvalues(panel: Any, runs: Mapping[str, Rows]) -> None:
     frame(panel, title="global model, last round", across="number of the eigenvalue", upwards="eigenvalue")
 
 
-def _key(panel: Any, name: str, runs: Mapping[str, Rows]) -> tuple[list, list[str]]:
-    """Legend: runs by colour, if they have labels, then the styles that occur, then the reference angle."""
+def _finish(figure: Any, panel: Any, name: str, runs: Mapping[str, Rows], ncols: int, path: str | Path) -> None:
+    """Write a figure with a legend: runs by colour, if they have labels, the styles that occur, the reference angle."""
+    figure.suptitle(TITLES.get(name, short_name(name)), fontsize=11, parse_math=False)
     keys = [key for *_, key in panels_of(name, runs)]
     models = [m for m in STYLES if any(len(series(r, name, m, k)[0]) for r in runs.values() for k in keys)]
     entries = [(label, "-", look(i)[0]) for i, label in enumerate(runs) if label]
     entries += [(NAMES[model], STYLES[model], "0.3") for model in models]
     entries += [("simplex ETF", ":", "0.5")] * (name in ("angles", "features"))
     lines = [panel.plot([], [], style, color=colour)[0] for _, style, colour in entries]
-    return lines, [text for text, _, _ in entries]
+    texts = [text for text, _, _ in entries]
+    add_legend(figure, lines, texts, loc="outside lower center", ncols=ncols, fontsize=9)
+    figure.savefig(path)
 
 
 def draw_bilateral(
@@ -138,7 +133,6 @@ def draw_bilateral(
     Args:
       curves: by label, [n, 5]: E_W, ascending, GA and its deviation over seeds, PA and its deviation.
       references: GA and PA of FedAvg for some of the labels, drawn as dashed lines.
-      path: of the PNG file.
       pa: name of PA, which tells when it is measured.
       reference: name of the dashed lines in the panel of PA.
     """
@@ -171,26 +165,18 @@ def correlation_matrices(logits: jax.Array) -> jax.Array:
 
 
 def draw_matrices(
-    matrices: np.ndarray,
-    names: Sequence[str],
-    path: str | Path,
-    *,
-    private: np.ndarray | None = None,
-    clip: bool = False,
+    public: np.ndarray, private: np.ndarray, names: Sequence[str], path: str | Path, *, clip: bool = False
 ) -> None:
-    """Draw matrices [K, C, C] side by side, each under its participant's name; blue for -1 and red for 1.
+    """Write a PNG of matrices [K, C, C] side by side, each under its participant's name; blue for -1 and red for 1.
 
     Args:
-      matrices: computed on the public images.
+      public, private: computed on the public images, and on each participant's own, for a second row.
       names: of the participants.
-      path: of the PNG file.
-      private: [K, C, C], computed on each participant's own images, for a second row.
       clip: draw negative entries as 0, as the published code does.
     """
-    rows = [row for row in (matrices, private) if row is not None]
-    figure = new_figure(1 + 2.4 * len(matrices), 0.4 + 2.4 * len(rows), dpi=120)
-    panels = figure.subplots(len(rows), len(matrices), squeeze=False)
-    for line, row_matrices, title in zip(panels, rows, ("public images", "own images"), strict=False):
+    figure = new_figure(1 + 2.4 * len(public), 5.2, dpi=120)
+    panels = figure.subplots(2, len(public), squeeze=False)
+    for line, row_matrices, title in zip(panels, (public, private), ("public images", "own images"), strict=True):
         for panel, matrix, name in zip(line, row_matrices, names, strict=True):
             image = panel.imshow(np.maximum(matrix, 0) if clip else matrix, vmin=-1, vmax=1, cmap="RdBu_r")
             panel.set(xlabel="class of the mean", xticks=[], yticks=[])

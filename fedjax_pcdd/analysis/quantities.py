@@ -15,11 +15,10 @@ import optax
 
 from fedjax_pcdd.analysis.angles import Angles, class_angles
 from fedjax_pcdd.analysis.spectrum import class_eigenvalue_variance, class_spectra, eigenvalue_variance, mean_spectrum
-from fedjax_pcdd.analysis.views import View, class_means, class_vectors, client_probe, features
+from fedjax_pcdd.analysis.views import View, class_means, class_vectors, client_probe, features, own_params
 from fedjax_pcdd.engine.evaluation import on_whole_test
 from fedjax_pcdd.engine.program import Tree
 from fedjax_pcdd.losses.decorrelation import intra_class
-from fedjax_pcdd.models.pair import Pair, part
 from fedjax_pcdd.registry import Registry
 
 Numbers = dict[str, np.ndarray]
@@ -73,14 +72,14 @@ def _degrees(angles: Angles) -> Numbers:
     return {name: np.where(value < 0, np.nan, value) for name, value in values.items()}
 
 
-def _mean_degrees(angles: Angles, counts: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
-    return {name: mean_of(value[counts]) for name, value in _degrees(angles).items()}
-
-
 def mean_of(values: np.ndarray) -> float | None:
     """Mean over the clients for which the value is defined; None if there are none."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if len(values) else None
+
+
+def _means(numbers: Numbers, trained: np.ndarray, *_: Any) -> dict[str, Any]:
+    return {name: mean_of(np.asarray(value, float)[trained]) for name, value in numbers.items()}
 
 
 def _client_features(view: View) -> tuple[jax.Array, jax.Array]:
@@ -124,8 +123,7 @@ def _test_intra(view: View, probe: jax.Array) -> jax.Array:
 
 
 def _backbone_norm(view: View) -> jax.Array:
-    variables = part(view.variables, "private") if isinstance(view.program.model, Pair) else view.variables
-    return optax.tree.norm(variables["params"]["backbone"])
+    return optax.tree.norm(own_params(view)["backbone"])
 
 
 def _client_steps(view: View) -> dict[str, jax.Array]:
@@ -151,19 +149,18 @@ _OWN = {
     "classes": Quantity(
         "accuracy on the classes that a client has, and on those that it lacks",
         _class_accuracies, lambda view, probe: _class_accuracies(view),
-        lambda shares: shares,
-        lambda shares, counts, labels, classes: {
-            name: mean_of(np.asarray(value, float)[counts]) for name, value in shares.items()
-        },
+        lambda shares: shares, _means,
     ),
     "angles": Quantity(
         "angles between the classifier's class vectors (FedGELA, Figure 2)",
-        _classifier_angles, lambda view, probe: _classifier_angles(view), _degrees, _mean_degrees,
+        _classifier_angles, lambda view, probe: _classifier_angles(view), _degrees,
+        lambda angles, *others: _means(_degrees(angles), *others),
     ),
     "features": Quantity(
         "angles between the mean features of classes (FedGELA, Figures 3 and 5)",
         _client_feature_angles, lambda view, probe: _feature_angles(view),
-        lambda angles: {name: _degrees(angles)[name] for name in ("existing", "missing")}, _mean_degrees,
+        lambda angles: {name: _degrees(angles)[name] for name in ("existing", "missing")},
+        lambda angles, *others: _means(_degrees(angles), *others),
     ),
     "spectrum": Quantity(
         "variance of the 50 largest eigenvalues of the features' correlation (FedMR, Table 7), and spectra",

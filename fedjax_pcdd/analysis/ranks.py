@@ -16,23 +16,14 @@ ROUNDING = 1e-9  # differences of mean ranks below this are none
 
 
 class Ranks(NamedTuple):
-    """Mean ranks over the splits, 1 for the best.
+    """Mean ranks over the splits, 1 for the best; `over` and `p` are None without a baseline."""
 
-    Attributes:
-      mean: [M].
-      low: [M] lower end of its 95 % interval, at least 1.
-      high: [M] upper end, at most M.
-      critical: mean ranks that differ by less are not distinguished at 5 % (Nemenyi); NaN with one split or method.
-      over: [M, 2] ends of the interval of the mean rank minus that of the baseline; None without a baseline.
-      p: [M] p-values of these differences, two-sided and for each method alone; NaN for the baseline itself.
-    """
-
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    critical: float
-    over: np.ndarray | None = None
-    p: np.ndarray | None = None
+    mean: np.ndarray  # [M]
+    low: np.ndarray  # [M] lower end of its 95 % interval, at least 1
+    high: np.ndarray  # [M] upper end, at most M
+    critical: float  # mean ranks that differ by less are not told apart at 5 % (Nemenyi); NaN with one split or method
+    over: np.ndarray | None = None  # [M, 2] ends of the interval of the mean rank minus that of the baseline
+    p: np.ndarray | None = None  # [M] of these differences, two-sided, for each method alone; NaN for the baseline
 
 
 def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
@@ -124,13 +115,7 @@ def cliques(mean: np.ndarray, critical: float) -> list[tuple[int, int]]:
 
 
 def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
-    """Write a PNG of mean ranks with their intervals, and a bar beside each group of indistinguishable methods.
-
-    Args:
-      names: [M].
-      ranks: of these methods.
-      path: of the PNG file.
-    """
+    """Write a PNG of mean ranks with their intervals, and a bar beside each group of indistinguishable methods [M]."""
     order = np.argsort(ranks.mean, kind="stable")
     mean, low, high = ranks.mean[order], ranks.low[order], ranks.high[order]
     figure = new_figure(8.0, 1.2 + 0.2 * len(names))

@@ -51,7 +51,6 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...], pub
     """Count the traffic of one method.
 
     Args:
-      method: with its hyper-parameters.
       model: the plain model, before `Method.build`.
       image_shape: (H, W, channels).
       public: N; for a run as counted by `training.build.public_outputs`.

@@ -39,11 +39,6 @@ class Steps(NamedTuple):
     norm: jax.Array  # sum of the gradients' norms before clipping
     clipped: jax.Array  # number of clipped steps
 
-    @classmethod
-    def none(cls) -> "Steps":
-        """Statistics before the first step."""
-        return cls(*jnp.zeros((3,), jnp.result_type(float)))
-
     def after(self, gradients: Tree, limit: jax.Array, apart: tuple[str, ...]) -> "Steps":
         """Statistics with one more step.
 
@@ -76,7 +71,7 @@ class Observed(Method):
     def download(self, server, client):
         """The other method's."""
         variables = self.inner.download(server, client)
-        return {**variables, STEPS: Steps.none()} if self.of_steps else variables
+        return {**variables, STEPS: Steps(*jnp.zeros(3))} if self.of_steps else variables
 
     def loss(self, variables, batch, context):
         """The other method's."""
@@ -142,7 +137,6 @@ def look_after_training(
 
     Args:
       program: of one experiment.
-      look: the function to apply.
       methods, hyper, data, keys, sent: as a `Simulation` passes them to its round.
       state: before the round, as fetched for these jobs.
       of_steps: whether `look` also gets the statistics of the steps, see `Observed`.
@@ -161,7 +155,6 @@ def look_between_rounds(
 
     Args:
       program: of one experiment.
-      look: the function to apply.
       methods, data: of the `Simulation`.
       state: with the clients [n, ...] of the rows.
       rows: [n].

@@ -51,16 +51,16 @@ class View(NamedTuple):
     steps: Any = None
 
 
-def _head(view: View) -> Tree:
-    """The trained head; None if there is none."""
+def own_params(view: View) -> Tree:
+    """Parameters of the model, of two models those of the private one."""
     variables = part(view.variables, "private") if isinstance(view.program.model, Pair) else view.variables
-    return variables["params"].get("head")
+    return variables["params"]
 
 
 def class_vectors(view: View) -> jax.Array | None:
     """Rows [C, D] of the trained head, or of the ETF that the server holds as `etf`; None without either."""
-    if (head := _head(view)) is not None:
-        return head["kernel"].T
+    if "head" in (params := own_params(view)):
+        return params["head"]["kernel"].T
     etf = getattr(view.server, "etf", ())
     return None if isinstance(etf, tuple) else etf.T
 
@@ -76,7 +76,7 @@ def class_means(view: View) -> tuple[jax.Array, jax.Array]:
     """Mean features [C, D] of the classes, zeros for those without samples, and the numbers of samples [C]."""
     program, samples = view.program, view.samples
     classes = program.setting.num_classes
-    headless = _head(view) is None
+    headless = "head" not in own_params(view)
 
     def sums(index, mask):
         z = features(view, index)

@@ -47,8 +47,7 @@ def load_dataset(name: str | PathLike = "digits", data_dir: str | PathLike | Non
         raise UserError(f"takes the name of a data set, as 'digits', not {shortened(name)}.", field="name")
     folder = None if data_dir is None else as_path(data_dir, "data_dir")
     dataset = sources.load(name, folder)
-    places = {"data_dir": folder and folder.absolute()}
-    LOADED[dataset] = {"dataset": name} | (places if name != "digits" else {})
+    LOADED[dataset] = {"dataset": name} | ({} if name == "digits" else {"data_dir": folder and folder.absolute()})
     return dataset
 
 
@@ -154,10 +153,9 @@ def partition(
     parsed = {name: convert(RUN[name], None if value is None else str(value)) for name, value in options.items()}
     if kind == "natural" and clients is not None:
         dataset = largest_groups(dataset, parsed["clients"])
-    any_kind: Any = kind  # an unknown one is refused, with the nearest known one
-    config = RunConfig(partition=any_kind, **parsed)
-    federation = federate(config, dataset)
-    DRAWN[federation] = {"partition": kind, **parsed}
+    config = RunConfig(**(drawn := {"partition": kind, **parsed}))
+    federation = federate(config, dataset)  # which refuses an unknown kind, with the nearest known one
+    DRAWN[federation] = drawn
     for sentence in unused(config, Traits()):
         warn(sentence.replace("`partition=", "`kind="))
     return federation

@@ -17,7 +17,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.simulation import Simulation
-from fedjax_pcdd.errors import UserError, as_path, at_once, nearest, shortened, writing
+from fedjax_pcdd.errors import UserError, as_path, at_once, imported, nearest, shortened
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.methods.own_layers import without_own_layers
 from fedjax_pcdd.training.config import RunConfig
@@ -129,16 +129,11 @@ class History(TrainedModels):
         path = as_path(path, "path")
         if path.suffix != ".safetensors":
             raise UserError(f"weights are saved as .safetensors, not as '{path.name}': choose such a name.")
-        try:
-            from safetensors.numpy import save
-        except ImportError as error:
-            raise UserError("safetensors is missing: pip install 'fedjax-pcdd[safetensors]'.") from error
+        save = imported("safetensors.numpy", "safetensors").save
         variables = self.variables if client is None else self.client_variables(client)
         arrays = {".".join(key): np.array(x) for key, x in flatten_dict(dict(variables)).items()}
         metadata = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
-        with writing(path, "another path"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        with at_once(path, "another path") as temporary:
+        with at_once(path, "another path", parents=True) as temporary:
             temporary.write_bytes(save(arrays, metadata | {"summary": json.dumps(self.summary)}))
         return path
 
@@ -163,9 +158,7 @@ class History(TrainedModels):
         what = what or "ga"
         if not hasattr(ax, "plot"):
             raise UserError(f"takes axes of matplotlib, not {shortened(ax)}: `what` names a curve.", field="ax")
-        numbers = [
-            name for row in self.rows for name, x in row.items() if isinstance(x, int | float) and name != "round"
-        ]
+        numbers = [name for r in self.rows for name, x in r.items() if isinstance(x, int | float) and name != "round"]
         if what not in (known := dict.fromkeys([*CURVES, *numbers])):
             raise UserError(f"there is no curve '{what}': {nearest(what, known)}")
         upwards, factor = axis_of(what)

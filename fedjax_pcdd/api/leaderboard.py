@@ -10,6 +10,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +128,6 @@ def check_names(plan: Plan, given: Sequence[str], with_results: Sequence[str], p
 
 
 def _check_kinds(plan: Plan, path: Path) -> None:
-    """UserError for a section whose content is of the wrong kind."""
     for name in ("run", "splits", "trials", "scores", "public"):
         if not isinstance(getattr(plan, name), dict):
             raise UserError(f"'{name}' in {path} must be a mapping.")
@@ -138,13 +138,8 @@ def _check_kinds(plan: Plan, path: Path) -> None:
         for method, listed in getattr(plan, name).items():
             if not (isinstance(listed, list) and listed and all(isinstance(item, kind) for item in listed)):
                 raise UserError(f"the {name} of '{method}' in {path} must be a list of {what}.")
-    mappings = [
-        *plan.splits.values(),
-        *plan.public.values(),
-        *(trial for listed in plan.trials.values() for trial in listed),
-    ]
-    names = [*plan.run, *plan.splits, *(name for mapping in mappings for name in mapping)]
-    names += plan.networks if isinstance(plan.networks, list) else []
+    mappings = [plan.run, plan.splits, *plan.splits.values(), *plan.public.values(), *chain(*plan.trials.values())]
+    names = [*chain(*mappings), *(plan.networks if isinstance(plan.networks, list) else ())]
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise UserError(f"{path} has '{wrong[0]}' in place of a name: put it in quotes.")
     if not (isinstance(plan.networks, list) and plan.networks and plan.splits):
@@ -231,7 +226,6 @@ def _told(error: UserError, folder: Path) -> str:
 def _run(
     plan: Plan, cell: Cell, points: Sequence[tuple[int, int]], folder: Path, more: Mapping[str, str], console: Console
 ) -> list[dict[str, Any] | UserError]:
-    """Summary or error of each (trial, seed) pair."""
     trials = plan.trials_of(cell.method, cell.network)
     names = [f"trial{i}-s{seed}" for i, seed in points]
     run_options = [options(plan, cell, trials[i], seed, more) for i, seed in points]
@@ -265,12 +259,11 @@ def _read_result(path: Path) -> dict[str, Any]:
 
 
 def _is_result(result: Mapping[str, Any]) -> bool:
-    if not all(name in result and isinstance(result[name], kind) for name, kind in KEYS.items()):
-        return False
-    seeds = result["seeds"]
-    if not all(isinstance(entry, dict) for entry in (*result["trials"], *seeds)):
-        return False
-    return all(isinstance(entry.get(name), int | float | None) for entry in seeds for name in (*MEASURES, SECONDS))
+    return (
+        all(name in result and isinstance(result[name], kind) for name, kind in KEYS.items())
+        and all(isinstance(entry, dict) for entry in (*result["trials"], *result["seeds"]))
+        and all(isinstance(seed.get(x), int | float | None) for seed in result["seeds"] for x in (*MEASURES, SECONDS))
+    )
 
 
 def has_result(plan: Plan, cell: Cell, results: Path) -> bool:

@@ -35,16 +35,8 @@ def program_key(config: RunConfig, method: Method) -> Hashable:
     or profiled, runs that write to something of which a process has only one, and servers that train on public images,
     since hundreds of Adam steps amplify a different order of summation beyond rounding.
     """
-    runs_alone = (
-        config.client_state != "device"
-        or config.wandb
-        or config.mlflow
-        or config.loggers
-        or config.track
-        or config.profile
-        or method.traits().public
-    )
-    if runs_alone or has_participants(config, method):
+    alone = config.wandb or config.mlflow or config.loggers or config.track or config.profile
+    if alone or config.client_state != "device" or method.traits().public or has_participants(config, method):
         return None
     fixed = tuple(getattr(config, name) for name in RUN if name not in FREE)
     drawn_once = draws_once(name_of(config.dataset, config.data_dir), config.augment)

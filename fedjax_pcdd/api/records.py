@@ -49,20 +49,11 @@ class Asked(NamedTuple):
     noted: Mapping[str, Any] | None = None  # for a run in memory: what was settled when it began
     data: tuple[str, Path] | None = None  # in a sweep: digest of the data set, and the experiment that has it
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether the experiment writes no folder."""
-        return self.config.run_dir is None and self.config.resume is None
-
 
 class Record:
-    """The record of one experiment, in memory or in a folder.
+    """The record of one experiment, in memory or in a folder."""
 
-    Attributes:
-      callbacks: of the experiment, in the order of their calls.
-    """
-
-    callbacks: Sequence[Callback]
+    callbacks: Sequence[Callback]  # of the experiment, in the order of their calls
     noted: Mapping[str, Any] | None  # what was settled when the run began, None before
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
@@ -110,7 +101,6 @@ def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
 
 
 def _metrics(callbacks: Sequence[Callback]) -> list[Metrics]:
-    """Those of the callbacks that measure the user's own metrics."""
     return [callback for callback in callbacks if isinstance(callback, Metrics)]
 
 
@@ -118,7 +108,6 @@ class MemoryRecord(Record):
     """The record of an experiment in memory: only what the callbacks keep."""
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
-        """As for `Record`."""
         super().__init__(asked, setup, e, state, say)
         accuracies = setup.accuracies(e, per_client=True)
         last_round = LastRound([accuracies, *_metrics(asked.callbacks)])
@@ -206,9 +195,9 @@ class FolderRecord(Record):
         path = Path(config.run_dir or ".")
         size = required_bytes((state.servers, state.servers), (state.clients, state.statistics))
         check_space(path, size * (config.keep + 1) * len(self.setup.pairs))
-        heard = replace(config, quiet=False)  # a later call shows its progress unless it is asked not to
-        found_anywhere = replace(heard, data_dir=heard.data_dir and heard.data_dir.absolute())
-        return RunFolder.create(path, dump(found_anywhere, self.asked.method))
+        # A later call shows its progress unless it is asked not to, and finds the data wherever it is made.
+        written = replace(config, quiet=False, data_dir=config.data_dir and config.data_dir.absolute())
+        return RunFolder.create(path, dump(written, self.asked.method))
 
     def _writers(self) -> list[Callback]:
         config, folder = self.asked.config, self.folder

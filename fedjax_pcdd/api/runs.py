@@ -109,15 +109,7 @@ def run_together(
 
 
 class Session:
-    """Experiments that share one program, from their options to their results.
-
-    Attributes:
-      setup: the `Setup` that they share.
-      records: what is kept of each [E].
-      say: as in `run`.
-      state: from which training begins.
-      since: progress of each before that [E].
-    """
+    """Experiments that share one program, from their options to their results."""
 
     def __init__(self, asked: Sequence[Asked], say: Say, opened: ExitStack):
         """Prepare all experiments, open or create their folders, and restore the newest checkpoints."""
@@ -128,11 +120,11 @@ class Session:
             for sentence in self.setup.advice(e):
                 say(sentence)
         state = self.setup.start()
-        self.records: list[Record] = []
+        self.records: list[Record] = []  # what is kept of each [E]
         for e, request in enumerate(asked):
-            record = (MemoryRecord if request.in_memory else FolderRecord)(
-                request, self.setup, e, self._own(state, e), say
-            )
+            in_memory = request.config.run_dir is None and request.config.resume is None
+            kind = MemoryRecord if in_memory else FolderRecord
+            record = kind(request, self.setup, e, self._own(state, e), say)
             opened.callback(record.close)
             self.records.append(record)
         notes = max((r.noted for r in self.records if r.noted), key=lambda notes: notes["lanes"], default=None)
@@ -140,7 +132,7 @@ class Session:
         for record in self.records:
             record.resolve(self.setup.notes())
         starts = [record.begin(self._own(state, e)) for e, record in enumerate(self.records)]
-        self.since = [progress for _, progress in starts]
+        self.since = [progress for _, progress in starts]  # of each, before training begins from `state` [E]
         resumed = any(progress.round for progress in self.since)
         self.state = _joined([start for start, _ in starts]) if resumed else self.setup.prepared(state)
 
@@ -233,12 +225,7 @@ def history_of(
     run: Run, asked: Asked, of_clients: Mapping[int, Any], label: str | None = None,
     summary: Mapping[str, Any] = MappingProxyType({}),
 ) -> History:  # fmt: skip
-    """The history of a run, finished or not.
-
-    Args:
-      of_clients: PA of each client by round, for rows that lack it.
-      label: None for the method's name.
-    """
+    """The history of a run, finished or not; `of_clients` has the PA of each client by round, for rows that lack it."""
     config, rows = asked.config, with_clients(run.history.rows, of_clients)
     label = label or short_name(config.method)
     return History(
@@ -257,10 +244,9 @@ def with_clients(rows: Sequence[Mapping[str, Any]], of_clients: Mapping[int, Any
 
 
 def recorded(folder: Path, objects: Mapping[str, Any], asks: str = "load_run") -> Asked:
-    """The request that continues a run, with the objects that config.yaml cannot describe; UserError if one is missing.
+    """The request that continues a run, with the objects that config.yaml cannot describe.
 
-    Args:
-      asks: name of the function that was called, for error messages.
+    UserError, in which `asks` is the function that was called, if one is missing or unknown.
     """
     config, method = read_run(folder)
     for name in objects:
@@ -288,7 +274,6 @@ def check_same(recorded: Pair, wanted: Pair, folder: Path) -> None:
 
 
 def _check_readable(checkpoints: Path) -> None:
-    """UserError if a folder of checkpoints may not be read."""
     for path in (checkpoints, *checkpoints.glob("*")):
         try:
             _ = path.is_dir() and os.listdir(path)

@@ -15,7 +15,7 @@ from rich.console import Console
 from fedjax_pcdd.api.grid import SEARCH, WHOLE, Experiment, summarise, values_of
 from fedjax_pcdd.api.runs import warn
 from fedjax_pcdd.api.sweep import Results, options_of_grid, run_stages
-from fedjax_pcdd.errors import UserError, as_path, yes_or_no
+from fedjax_pcdd.errors import UserError, as_path, imported, yes_or_no
 from fedjax_pcdd.training.config import RESERVED
 from fedjax_pcdd.training.fields import convert, with_commas
 from fedjax_pcdd.training.metrics import DIGITS
@@ -39,12 +39,7 @@ class Trial(NamedTuple):
 
 
 class Search:
-    """The trials of one search.
-
-    Attributes:
-      trials: suggested so far, without repeated suggestions.
-      on_test: whether trials are chosen on test samples.
-    """
+    """The trials of one search."""
 
     def __init__(self, given: Mapping[str, str], results: Mapping[str, Any], *, metric: str = "ga", seed: int = 0):
         """Set up a search of options as written.
@@ -60,19 +55,19 @@ class Search:
         Raises:
           UserError: Optuna is missing, nothing is searched, or an option does not take one of its values.
         """
-        self._results, self._seed, self.trials = results, seed, []
+        self._results, self._seed = results, seed
+        self.trials: list[Trial] = []  # suggested so far, without repeated suggestions
         method = method_of({name: text for name, text in given.items() if name in ("method", "preset", "variant")})
-        spaces = {name: _space(name, text, method) for name, text in given.items()}
-        self._spaces = {name: space for name, space in spaces.items() if space is not None}
+        self._spaces = {name: x for name, text in given.items() if (x := _space(name, text, method)) is not None}
         self._fixed = {name: text for name, text in given.items() if name not in self._spaces}
         if not self._spaces:
             raise UserError(f"there is nothing to search: give an option bounds, as {EXAMPLE}, or several values.")
-        first_options = {name: _written(space, _first(space)) for name, space in self._spaces.items()}
-        config, first_method = configure(self._trial("", first_options).experiments[0].given)
+        first = {n: _written(x, x.low if hasattr(x, "low") else x.choices[0]) for n, x in self._spaces.items()}
+        config, first_method = configure(self._trial("", first).experiments[0].given)
         on_validation = config.select_on == "validation"
         # Some protocols of PA choose epochs on test samples, wherever the round is chosen.
         tested = metric == "pa" and needs_epochs(protocol_of(config.pa_protocol, first_method.traits()))
-        self.on_test = tested or not on_validation
+        self.on_test = tested or not on_validation  # whether trials are chosen on test samples
         self._measure = f"{metric}_validation_best" if on_validation else f"{metric}_best"
 
     def stages(self, count: int, together: int = 1) -> Iterator[list[Experiment]]:
@@ -102,8 +97,7 @@ class Search:
         return Trial(name, options, repeated or [Experiment(name, name, given)])
 
     def _told(self, trial: Trial) -> Any:
-        kinds = {name: type(getattr(space, "low", "")) for name, space in self._spaces.items()}
-        values = {name: kind(trial.options[name]) for name, kind in kinds.items()}
+        values = {name: type(getattr(x, "low", ""))(trial.options[name]) for name, x in self._spaces.items()}
         return _optuna().create_trial(params=values, distributions=self._spaces, value=self.score(trial))
 
     def score(self, trial: Trial) -> float:
@@ -129,10 +123,7 @@ class Search:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise UserError("optuna is missing: pip install 'fedjax-pcdd[search]'.") from error
+    optuna = imported("optuna", "search")
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # a study announces itself on stderr
     return optuna
 
@@ -176,10 +167,6 @@ def _bounds(text: str) -> list[str]:
         return bounds if len(bounds) == 2 and [float(part) for part in bounds] else []
     except ValueError:
         return []
-
-
-def _first(space: Any) -> Any:
-    return space.low if hasattr(space, "low") else space.choices[0]
 
 
 def _written(space: Any, value: Any) -> str:

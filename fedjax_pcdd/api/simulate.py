@@ -117,13 +117,11 @@ def simulate(
     config = _config(federation, named_options | {"method": _name(method)} | dict(_known(options, method_object)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
     all_callbacks = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)]
+    folder = None if run_dir is None else as_path(run_dir, "run_dir").absolute()
     if callback is not None:
-        folder = None if run_dir is None else as_path(run_dir, "run_dir").absolute()
         all_callbacks.append(_Told(callback, label, Asked(config, method_object, given=given), folder))
     asked = Asked(config, method_object, callbacks=all_callbacks, last=bars(progress), given=given)
-    if run_dir is None:
-        return finished(asked, label)
-    return _in_folder(asked, as_path(run_dir, "run_dir").absolute(), resume, label)
+    return finished(asked, label) if folder is None else _in_folder(asked, folder, resume, label)
 
 
 class _Told(Callback):
@@ -147,22 +145,17 @@ class _Told(Callback):
 def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> History:
     """Run an experiment in a folder, or continue or load the run that is there."""
     config, method, given = asked.config, asked.method, asked.given
-    plain_types = (int, float, str, bool, type(None))
-    unwritable = [n for n in options_of(type(method)) if not isinstance(getattr(method, n), plain_types)]
-    if unwritable:
-        raise UserError(
-            f"`{unwritable[0]}` is not a number or a name, which is all that a run folder holds: drop `run_dir`."
-        )
+    for own in options_of(type(method)):
+        if not isinstance(getattr(method, own), int | float | str | None):
+            raise UserError(f"`{own}` is not a number or a name, which is all that a run folder holds: drop `run_dir`.")
     assert given.federation is not None
     if config.method == type(method).__name__:
         methods.METHODS.register(config.method)(type(method))  # a class of the calling script, which may load the run
     load_options = LOADED.get(given.federation.dataset)
     if load_options and config.data_dir not in (None, load_options.get("data_dir", config.data_dir)):
         load_options = None  # the public images lie elsewhere, and the options of a run know one folder
-    overrides: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (
-        load_options or {}
-    )
-    config = replace(config, **overrides)
+    overrides: dict[str, Any] = {"run_dir": folder, "partition": str(folder / "partition.npz")}
+    config = replace(config, **overrides | (load_options or {}))
     objects = {name: part for name, part in given._asdict().items() if part is not None}
     if not resume and is_there(folder / CONFIG):
         raise UserError(f"{folder} already holds a run: continue it with `resume=True`, or choose another `run_dir`.")
@@ -181,7 +174,6 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
 
 
 def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run_dir: Any) -> None:
-    """UserError for an argument of the wrong kind."""
     if not isinstance(label, str | None):
         raise UserError(f"takes a text, not {shortened(label)}.", field="label")
     if not isinstance(resume, bool):
@@ -197,7 +189,6 @@ def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run
 
 
 def _known(options: Mapping[str, Any], method: Method) -> Mapping[str, Any]:
-    """The options; UserError for one that `simulate` does not take."""
     for name in options:
         if name in OPTIONS:
             continue

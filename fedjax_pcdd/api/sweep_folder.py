@@ -47,12 +47,7 @@ class Standing(NamedTuple):
 
 
 class Sweep:
-    """Runs the experiments that are not finished.
-
-    Attributes:
-      results: by name the summary, as in summary.json, or the error with which an experiment failed.
-      left: what remains to be run of the others, by name.
-    """
+    """Runs the experiments that are not finished."""
 
     def __init__(
         self, planned: Mapping[str, Asked], folder: Path, failed: Failed, say: Say = warn,
@@ -75,11 +70,13 @@ class Sweep:
         if is_there(folder / CONFIG):
             raise UserError(f"{folder} is the folder of a run: choose another one for the sweep.")
         self.folder, self._failed, self._planned, self._earlier = folder, failed, planned, earlier
+        # By name the summary, as in summary.json, or the error with which an experiment failed.
         self.results: dict[str, Result | UserError] = {}
         self._say, self._told, self._waiting = say, set(), set()
         self._most: dict[Hashable, int] = {}  # limit on experiments in one program, by the program's key
         self._data: dict[Hashable, tuple[str, Path]] = {}  # of finished experiments: digest of the data, and the folder
         self._known = {name: failure_of(self._path(name)) for name in self._planned}  # failures of earlier sweeps
+        # What remains to be run of the others, by name.
         self.left = {name: request for name in self._planned if (request := self._asked(name)) is not None}
 
     def standings(self) -> list[Standing]:
@@ -156,11 +153,7 @@ class Sweep:
         for group in groups([(request.config, request.method) for request in requests]):
             for portion in portions(group, self._affordable(requests[group[0]], len(group), together)):
                 with ExitStack() as claims:
-                    claimed = {
-                        names[i]: request
-                        for i in portion
-                        if (request := self._claimed(names[i], claims, bar)) is not None
-                    }
+                    claimed = {names[i]: x for i in portion if (x := self._claimed(names[i], claims, bar)) is not None}
                     if claimed:
                         self._run_part(claimed, bar)
                         ran |= not claimed.keys() <= self.left.keys()

@@ -32,8 +32,7 @@ its last checkpoint, where the clients' models are those after the local trainin
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ from fedjax_pcdd.cli.quantity_analyses import tracked
 from fedjax_pcdd.cli.sweep_analyses import bilateral, grid
 from fedjax_pcdd.cli.task_analyses import ablation, correlation, embedding, tasks
 from fedjax_pcdd.data.federation import heat_maps, map_of, read_counts
-from fedjax_pcdd.errors import UserError, as_path, at_once, nearest, writing
+from fedjax_pcdd.errors import UserError, as_path, at_once, nearest
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.training.config import RUN
 
@@ -92,7 +91,7 @@ def _run(name: str, arguments: Sequence[str]) -> str:
     records = [] if command.alone and not paths else _finished(collect(paths))
     if "output" not in options:
         return command.work(records, options)
-    with _picture(options["output"]) as temporary:
+    with at_once(Path(options["output"]), OUTPUT, parents=True) as temporary:  # so that a mistake in it comes first
         return command.work(records, options | {"output": str(temporary)})
 
 
@@ -102,18 +101,8 @@ def _located(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_suffix(output: str | None) -> None:
-    """UserError for a picture in an unsupported format."""
     if output is not None and (suffix := Path(output).suffix) not in PICTURES:
         raise UserError(f"must end with {', '.join(PICTURES)}, not '{suffix}'.", field="output")
-
-
-@contextmanager
-def _picture(output: str) -> Iterator[Path]:
-    """A context with a temporary path for a picture, whose folder is made before anything is computed."""
-    with writing(Path(output), OUTPUT):
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-    with at_once(Path(output), OUTPUT) as temporary:
-        yield temporary
 
 
 def _finished(records: list[RunRecord]) -> list[RunRecord]:
@@ -142,7 +131,7 @@ def _partition(options: Options) -> str:
         splits = [{"split": name} for name in options.pop("split", "").split(",") if name] or [{}]
         points = [experiment.given for split in splits for experiment in expand(options | split)]
         maps = [map_of(federate(configure(point)[0])) for point in points]
-    with _picture(output) as temporary:
+    with at_once(Path(output), OUTPUT, parents=True) as temporary:
         heat_maps(maps, temporary)
     owned = [(heat_map.counts > 0).sum(1) for heat_map in maps]
     words = [f"{len(counts)} clients with {counts.min()} to {counts.max()} classes" for counts in owned]

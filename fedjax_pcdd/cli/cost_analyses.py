@@ -58,18 +58,12 @@ def _table3() -> str:
 
 
 class Costs(NamedTuple):
-    """What a client of a run sends, keeps and holds in a round.
-
-    Args:
-      floats, words: in numbers, and in words by the names of these numbers.
-      cohort: how many clients a round has.
-      last_only: whether only the last rounds send as much.
-    """
+    """What a client of a run sends, keeps and holds in a round."""
 
     floats: Traffic
-    words: dict[str, str]
-    cohort: int
-    last_only: bool
+    words: dict[str, str]  # by the names of these numbers
+    cohort: int  # how many clients a round has
+    last_only: bool  # whether only the last rounds send as much
 
 
 def _all_counted(records: Sequence[RunRecord]) -> list[tuple[RunRecord, Costs]]:
@@ -78,14 +72,7 @@ def _all_counted(records: Sequence[RunRecord]) -> list[tuple[RunRecord, Costs]]:
 
 
 def _counted(record: RunRecord, load: Callable[..., Dataset]) -> Costs:
-    """The costs of a run's clients, counted by tracing its method.
-
-    Args:
-      load: `sources.load`, or one that remembers what it has read.
-
-    Raises:
-      UserError: it is a run over the domains of a task, or its data set is not available.
-    """
+    """The costs of a run's clients, counted by tracing its method; UserError where that cannot be done."""
     config, method = parse_config(record.text, str(record.path / "config.yaml"))
     if "model" in record.resolved.get("given", ()):
         raise UserError(f"{record.path} was trained on a module of Python's, which is not counted: leave it out.")
@@ -131,13 +118,10 @@ def burden(records: list[RunRecord], given: Options) -> str:
     points: dict[str, list[tuple[RunRecord, int, float | None]]] = {}
     records = [record for record, _ in pairs]
     for record, costs in pairs:
-        summary = record.result
-        reference = _reference(record, records)
-        seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
-        reference_result = (reference and reference.summary) or {}
-        reference_seconds = reference_result.get("seconds_local") or reference_result.get("seconds_per_round")
+        results = record.result, _reference(record, records)
+        seconds, reference_seconds = (x.get("seconds_local") or x.get("seconds_per_round") for x in results)
         ratio = _ratio(seconds, reference_seconds)
-        memory = summary.get("device_peak_memory_mb") or summary.get("peak_memory_mb")
+        memory = record.result.get("device_peak_memory_mb") or record.result.get("peak_memory_mb")
         cells = [f"{4e-6 * costs.floats.held:.2f}", costs.words["client"], *map(number, (seconds, ratio))]
         paper = [printed(record, "seconds_per_round", method) for method in (record.method, REFERENCE)]
         lines.append([labels[record.path], costs.words["held"], *cells, number(_ratio(*paper)), number(memory)])
@@ -168,15 +152,15 @@ def _burdens(points: dict[str, list[tuple[RunRecord, int, float | None]]]) -> li
     return burdens
 
 
-def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
-    """The run of FedAvg with the same model and training on the same partition and kind of machine."""
+def _reference(record: RunRecord, records: list[RunRecord]) -> dict[str, Any]:
+    """The result of FedAvg with the same model and training on the same partition and kind of machine, {} if none."""
     same_options = ("model", "models", "local_epochs", "local_steps", "batch_size", "cohort")
 
     def compared(run: RunRecord) -> list[Any]:
         machine = [run.result.get(name) for name in ("device", "platform", "cpus")]
         return [run.partition, *(run.config.get(name) for name in same_options), *machine]
 
-    return next((run for run in records if run.method == REFERENCE and compared(run) == compared(record)), None)
+    return next((run.result for run in records if run.method == REFERENCE and compared(run) == compared(record)), {})
 
 
 def _ratio(value: float | None, reference: float | None) -> float | None:

@@ -88,7 +88,6 @@ def _list(name: str) -> str:
 
 
 def _cut(paper: str, room: int) -> str:
-    """A paper, cut to the room that a line has."""
     return paper if len(paper) <= room else f"{paper[: room - 1].rstrip()}…"
 
 
@@ -113,8 +112,7 @@ def help_text(method: str) -> str:
     """All run options in groups, then the hyper-parameters of a method; UserError for an unknown one."""
     cls = methods.get(method)
     groups = [("selection", "What to run, and where its defaults come from.", _SELECTION)]
-    for group, text in GROUPS.items():
-        groups.append((group, text, [option for option in RUN.values() if option.group == group]))
+    groups += [(name, text, [x for x in RUN.values() if x.group == name]) for name, text in GROUPS.items()]
     own_options = list(options_of(cls).values())
     if own_options:
         paper = cls().traits().paper

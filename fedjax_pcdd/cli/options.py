@@ -79,7 +79,6 @@ def _named_method(argv: Sequence[str]) -> list[type[Method]]:
 
 
 def _switches(classes: Sequence[type[Method]]) -> set[str]:
-    """Names of all options that are true or false."""
     option_groups = [RUN, *map(options_of, [*methods.every().values(), *classes])]
     names = {option.name for options in option_groups for option in options.values() if option.kind is bool}
     return names | {"help", "status", *LISTS}
@@ -193,8 +192,5 @@ def _form(option: Option) -> str:
     if option.kind is bool:
         return name if option.name in LISTS else f"{name}, --no-{name[2:]}"
     placeholders = {int: "INT", float: "FLOAT", str: "NAME", Path: "PATH"}
-    values = [
-        *map(str, choices(option.kind)),
-        *(placeholders[part] for part in members(option.kind) if part in placeholders),
-    ]
+    values = [*map(str, choices(option.kind)), *(placeholders[x] for x in members(option.kind) if x in placeholders)]
     return f"{name} {'|'.join(values)}"

@@ -79,7 +79,6 @@ def _compare(options: CompareOptions) -> None:
 
 
 def _report(options: ReportOptions, papers_folder: Path) -> None:
-    """Write every file of a report and say where they are."""
     runs, cells = collect(options.runs), Cells(papers_folder / "presets")
     preset = options.preset and options.preset.removesuffix(".yaml")
     if preset:

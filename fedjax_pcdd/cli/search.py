@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from fedjax_pcdd.api.grid import SEARCH
 from fedjax_pcdd.cli.messages import flag, guarded, sentence, starting
 from fedjax_pcdd.cli.options import scan
-from fedjax_pcdd.cli.sweep import CONSOLE, conclude, is_quiet, of_what_has_begun, own_options, status, train
+from fedjax_pcdd.cli.sweep import CONSOLE, conclude, of_what_has_begun, own_options, status, train
 from fedjax_pcdd.report.tables import terminal
-from fedjax_pcdd.training.fields import Option
+from fedjax_pcdd.training.config import RUN
+from fedjax_pcdd.training.fields import Option, convert
 
 if TYPE_CHECKING:
     from fedjax_pcdd.api.sweep_folder import Sweep
@@ -47,7 +48,7 @@ def _main(argv: Sequence[str]) -> int:
         print(HELP)
         return 0
     settings, results = own_options(options, OPTIONS), {}
-    quiet = is_quiet(options)
+    quiet = convert(RUN["quiet"], options.get("quiet", "false"))
     if of_what_has_begun(options, settings):
         return 0
     from fedjax_pcdd.api.search import ON_TEST, Search

@@ -32,7 +32,7 @@ from fedjax_pcdd.api.grid import Experiment, stages, summarise
 from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence, starting
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
-from fedjax_pcdd.errors import UserError, in_one_line, writing
+from fedjax_pcdd.errors import UserError, imported, in_one_line, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
 from fedjax_pcdd.screen import Screen
 from fedjax_pcdd.training.config import RUN
@@ -101,7 +101,7 @@ def _main(argv: Sequence[str]) -> int:
         print(HELP)
         return 0
     settings, results = own_options(options, OPTIONS), {}
-    quiet = is_quiet(options)
+    quiet = convert(RUN["quiet"], options.get("quiet", "false"))
     most = None if settings["together"] == "auto" else settings["together"]  # None: as many as fit
     if slurm and settings["launcher"] == "processes":
         raise UserError(f"{slurm[0]} is for jobs of Slurm: add --launcher=slurm, or leave it out.")
@@ -125,11 +125,6 @@ def _main(argv: Sequence[str]) -> int:
     if settings["status"]:
         return 0
     return conclude(folder, summarise(experiments, results), quiet=quiet)
-
-
-def is_quiet(options: Mapping[str, str]) -> bool:
-    """Whether nothing but errors shall be shown; UserError if the text is neither yes nor no."""
-    return bool(convert(RUN["quiet"], options.get("quiet", "false")))
 
 
 def of_what_has_begun(options: Mapping[str, str], settings: Mapping[str, Any]) -> bool:
@@ -240,10 +235,7 @@ def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Se
     if own["launcher"] == "processes":
         processes(command, logs, own["workers"])
         return
-    try:
-        import submitit
-    except ImportError as error:
-        raise UserError("submitit is missing: pip install 'fedjax-pcdd[slurm]'.") from error
+    submitit = imported("submitit", "slurm")
     settings = {}
     for word in slurm:
         name, _, text = word.removeprefix("--slurm.").replace("-", "_").partition("=")

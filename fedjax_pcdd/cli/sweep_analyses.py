@@ -11,7 +11,7 @@ from fedjax_pcdd.analysis.pictures import draw_bilateral
 from fedjax_pcdd.cli.analysis_text import Options, number, partition_of, printed, table
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.grouping import differing, newest, of_common_seeds
+from fedjax_pcdd.report.grouping import differing, listed_by, newest, of_common_seeds
 from fedjax_pcdd.report.tables import Cell, over_seeds, shown
 from fedjax_pcdd.report.targets import REFERENCE
 from fedjax_pcdd.training.config import RUN
@@ -66,11 +66,9 @@ def _by_ew(
     fedavg: dict[str, list[RunRecord]] = {}
     of_partition = {"method", "dataset", "partition", "beta", "classes_per_client", "clients"}
     varied = [name for name in differing([r.config for r in records]) if name in RUN and name not in of_partition]
-    swept, excluded = [run for run in records if _ew(run) is not None], {*RUN, "ew", "scale"}
-    method_options = {
-        method: [n for n in differing([run.config for run in swept if run.method == method]) if n not in excluded]
-        for method in dict.fromkeys(run.method for run in swept)
-    }
+    swept = listed_by((run.method, run.config) for run in records if _ew(run) is not None)
+    excluded = {*RUN, "ew", "scale"}
+    method_options = {method: [n for n in differing(x) if n not in excluded] for method, x in swept.items()}
     for record in records:
         ew, summary = _ew(record), record.result
         if None in (summary.get("ga_best"), summary.get("pa_best")) or (ew is None and record.method != REFERENCE):
@@ -79,9 +77,8 @@ def _by_ew(
         if ew is None:
             fedavg.setdefault(setting, []).append(record)
             continue
-        parts = [record.method] * (len(method_options) > 1) + [
-            f"{n}={record.config.get(n)}" for n in method_options[record.method]
-        ]
+        parts = [record.method] * (len(method_options) > 1)
+        parts += [f"{n}={record.config.get(n)}" for n in method_options[record.method]]
         parts += ["linear"] * (record.resolved["hyperparameters"].get("scale") == "linear")
         groups.setdefault((setting, ", ".join(parts)), {}).setdefault(ew, []).append(record)
     return groups, fedavg
@@ -89,9 +86,7 @@ def _by_ew(
 
 def grid(records: list[RunRecord], given: Options) -> str:
     """The best weights of a search beside the printed ones (FedMR, Tables 9 and 10)."""
-    cells: dict[tuple[str, str], list[RunRecord]] = {}
-    for record in records:
-        cells.setdefault((record.resolved.get("split") or partition_of(record), record.method), []).append(record)
+    cells = listed_by(((r.resolved.get("split") or partition_of(r), r.method), r) for r in records)
     lines = []
     for (split, method), method_runs in cells.items():
         if unknown := [run for run in method_runs if "hyperparameters" not in run.resolved]:

@@ -12,7 +12,7 @@ from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import RunRecord, readable
-from fedjax_pcdd.report.grouping import differing, of_common_seeds
+from fedjax_pcdd.report.grouping import differing, listed_by, of_common_seeds
 from fedjax_pcdd.report.tables import NOTHING
 from fedjax_pcdd.training.folder import RunFolder
 
@@ -52,13 +52,11 @@ def ablation(records: list[RunRecord], given: Options) -> str:
 
     Methods other than FCCL have no such term, and a dash in its column.
     """
-    records_by_setting: dict[tuple[str, bool | None], list[RunRecord]] = {}
     of_domains = readable(records, _domains)
     records = [record for record, _ in of_domains]
-    for record in records:
-        continual = record.config.get("continual")
-        public = str(record.config["public"] or _recipe(record).public)
-        records_by_setting.setdefault((public, continual), []).append(record)
+    records_by_setting = listed_by(
+        ((str(r.config["public"] or _recipe(r).public), r.config.get("continual")), r) for r in records
+    )
     domains = of_domains[0][1]
     if any(other != domains for _, other in of_domains):
         raise UserError("these runs are of tasks with other domains: name runs of one task.")
@@ -71,9 +69,7 @@ def ablation(records: list[RunRecord], given: Options) -> str:
         domain_figures.draw_bars(*_bars(means, domains), given["output"])
     lines = []
     for (public, continual), accuracies in means.items():
-        numbers = [
-            f"{100 * x:.2f}" for name in ("inter", "intra") for x in (*accuracies[name], accuracies[name].mean())
-        ]
+        numbers = [f"{100 * x:.2f}" for k in ("inter", "intra") for x in (*accuracies[k], accuracies[k].mean())]
         lines.append([public, {True: "with", False: "without", None: NOTHING}[continual], *numbers])
     heads = [f"{name} {domain} (%)" for name in ("inter", "intra") for domain in (*domains, "mean")]
     return table(["public images", "CON", *heads], lines)
@@ -114,7 +110,7 @@ def correlation(records: list[RunRecord], given: Options) -> str:
     lines, labels, clip = [], labels_of(records), given.get("clip_colours") == "true"
     for record, (matrices, private, names) in readable(records, _correlations):
         if "output" in given:
-            draw_matrices(matrices, names.tolist(), given["output"], private=private, clip=clip)
+            draw_matrices(matrices, private, names.tolist(), given["output"], clip=clip)
         means = (*diagonals(matrices), *diagonals(private))
         lines.append([labels[record.path], *(f"{x:.3f}" for x in means)])
     heads = [f"{images}, {part}" for images in ("public", "own") for part in ("same class", "other classes")]

@@ -29,27 +29,16 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of the folder of one run.
+    """The contents of the folder of one run."""
 
-    Args:
-      path: the folder, as it was named.
-      config: every option by field name; options that an older run did not know have their defaults.
-      text: config.yaml as written.
-      resolved: resolved.json: lanes, hyper-parameters as used, and preset, split, variant and command where recorded.
-      rows: metrics.jsonl, accuracies as shares.
-      clients: the last line of clients.jsonl: many rounds of many clients would fill the memory.
-      summary: summary.json, None while the run is unfinished.
-      inputs: those of `INPUTS` that are recorded.
-    """
-
-    path: Path
-    config: dict[str, Any]
-    text: str
-    resolved: dict[str, Any]
-    rows: list[dict[str, Any]]
-    clients: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-    inputs: dict[str, str]
+    path: Path  # the folder, as it was named
+    config: dict[str, Any]  # every option by field name; options that an older run did not know have their defaults
+    text: str  # config.yaml as written
+    resolved: dict[str, Any]  # resolved.json: lanes, hyper-parameters as used; perhaps preset, split, variant, command
+    rows: list[dict[str, Any]]  # metrics.jsonl, accuracies as shares
+    clients: list[dict[str, Any]]  # the last line of clients.jsonl: many rounds of many clients would fill the memory
+    summary: dict[str, Any] | None  # summary.json, None while the run is unfinished
+    inputs: dict[str, str]  # those of `INPUTS` that are recorded
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -80,11 +69,6 @@ class RunRecord:
     def rounds_done(self) -> int:
         """Rounds that metrics.jsonl records."""
         return self.rows[-1]["round"] if self.rows else 0
-
-    @property
-    def ended_early(self) -> bool:
-        """Whether a callback ended the finished run before its last round."""
-        return self.summary is not None and self.rounds_done < self.config["rounds"]
 
     @property
     def version(self) -> str | None:

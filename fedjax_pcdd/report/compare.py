@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import OF_DATA, RunRecord
 from fedjax_pcdd.report.contents import ACCURACIES
-from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries, unlike
+from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries, listed_by, unlike
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts
 from fedjax_pcdd.training.metrics import chosen_by
@@ -17,26 +17,16 @@ HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p
 
 
 class Comparison(NamedTuple):
-    """How far another experiment is above the first; accuracies in percentage points.
+    """How far another experiment is above the first; accuracies in percentage points."""
 
-    Args:
-      data: data set and partition.
-      first, other: what is compared.
-      metric: entry of summary.json.
-      heading: of the metric; for PA with when it was measured, if that is the same for both.
-      difference: other minus first; p-values are adjusted for the comparisons of this metric on this data.
-      chosen_by: what chose the best rounds, in words.
-      alike: whether the metric is the same quantity in both; if not, there is no verdict.
-    """
-
-    data: str
-    first: str
+    data: str  # data set and partition
+    first: str  # the experiments that are compared
     other: str
-    metric: str
-    heading: str
-    difference: Difference
-    chosen_by: str
-    alike: bool = True
+    metric: str  # entry of summary.json
+    heading: str  # of the metric; for PA with when it was measured, if that is the same for both
+    difference: Difference  # other minus first; p-values are adjusted for the comparisons of this metric on this data
+    chosen_by: str  # what chose the best rounds, in words
+    alike: bool = True  # whether the metric is the same quantity in both; if not, there is no verdict
 
 
 def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[Comparison], list[str]]:
@@ -58,12 +48,8 @@ def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[C
         raise UserError(f"must be above 0 and below 1, not {confidence:g}.", field="confidence")
     unfinished = [run for run in runs if run.summary is None]
     notes = [f"{run.path} {'failed' if run.failure else 'is unfinished'} and is left out." for run in unfinished]
-    problems: dict[tuple[str, str], list[RunRecord]] = {}
-    for run in runs:
-        if run.summary is not None:
-            problems.setdefault(data_of(run), []).append(run)
     results: list[Comparison] = []
-    for data, members in problems.items():
+    for data, members in listed_by((data_of(run), run) for run in runs if run.summary is not None).items():
         results += _compare(" · ".join(data), runs[0], entries(members), confidence, notes)
     if not results:
         raise UserError("these runs hold no pair: " + (notes[0] if notes else "give runs of two methods or settings."))
@@ -90,7 +76,8 @@ def _compare(
     by_metric = {metric: _differences(metric, pairs, alike[metric], confidence) for metric in ACCURACIES}
     return [
         Comparison(
-            data, first.label, other.label, metric, _heading(metric, [*first.runs, *other.runs]), difference,
+            data, first.label, other.label, metric,
+            with_pa_named(ACCURACIES[metric], [run.result for run in (*first.runs, *other.runs)]), difference,
             _chosen_by(first, other), alike[metric][i],
         )
         for i, other in enumerate(other_entries)
@@ -175,10 +162,6 @@ def _first(members: Sequence[Entry], reference: RunRecord) -> Entry | None:
             return entry
     other_data = data_of(members[0].runs[0]) != data_of(reference)
     return same_method[0] if other_data and len(same_method) == 1 else None
-
-
-def _heading(metric: str, runs: Sequence[RunRecord]) -> str:
-    return with_pa_named(ACCURACIES[metric], [run.result for run in runs])
 
 
 def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[list[RunRecord], list[RunRecord]]:

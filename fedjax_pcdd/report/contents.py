@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import FLATTERED, METRICS, PA, PA_LAST, TARGET_METRICS, Expected, kind, measured, title
-from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label, shared, unlike
+from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label, listed_by, shared, unlike
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
 from fedjax_pcdd.training.config import RunConfig
@@ -50,11 +50,8 @@ def own_table(group: Group) -> Table:
     experiments = [(entry.names, entry.runs) for entry in group.entries]
     targets = REFERENCE in (method for (method, _, _), _ in experiments) and len(experiments) > 1
     rule = RULES.get(group.preset or "", BEST)
-    summaries = [run.result for _, runs in experiments for run in runs]
-    accuracies = _accuracies(summaries)
-    columns = [
-        Column(column.heading, column.entry, best=-1 if column.entry == "pa_std" else 1) for column in accuracies
-    ]
+    accuracies = _accuracies([run.result for _, runs in experiments for run in runs])
+    columns = [Column(x.heading, x.entry, best=-1 if x.entry == "pa_std" else 1) for x in accuracies]
     columns.append(Column("s a round", SECONDS, digits=3))
     if targets:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
@@ -64,7 +61,7 @@ def own_table(group: Group) -> Table:
         rows[names] = [over_seeds([_value(r.result, column) for r in runs], origins, 100.0) for column in accuracies]
         rows[names].append(over_seeds([run.result.get(SECONDS) for run in runs], origins))
         if targets:
-            rows[names] += target_cells(runs, _references(experiments, names), rule)
+            rows[names] += target_cells(names, runs, experiments, rule)
     chosen = _differing(group, selection, "Best rounds are chosen by", CHOSEN_BY)
     notes = [_differing(group, lambda result: result.get("pa_protocol"), "PA:"), chosen]
     notes += [*[rule.sentence, MISSED] * targets, *unlike(run for entry in group.entries for run in entry.runs)]
@@ -139,9 +136,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     entries = {name: None for run in finished for name, x in run.result.items() if _is_number(x)}
     if metric not in entries:
         raise UserError(f"takes an entry of summary.json, not '{metric}': {nearest(metric, entries)}", field="metric")
-    members: dict[tuple[Any, Any], list[RunRecord]] = {}
-    for run in finished:
-        members.setdefault((run.config.get(rows), run.config.get(columns) if columns else metric), []).append(run)
+    members = listed_by(((r.config.get(rows), r.config.get(columns) if columns else metric), r) for r in finished)
     labels, heads = (_in_order(dict.fromkeys(key[i] for key in members)) for i in (0, 1))
     is_share = metric.startswith(("ga_", "pa_")) and not metric.endswith("_round")
     varied = {name for cell in members.values() for name in differing([run.settings for run in cell])}
@@ -156,9 +151,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     if rows != "seed":
         remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
     direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
-    headings = tuple(
-        Column(f"{columns}={_written(head)}" if columns else str(head), metric, best=direction) for head in heads
-    )
+    headings = tuple(Column(f"{columns}={_written(x)}" if columns else str(x), metric, best=direction) for x in heads)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))
@@ -177,10 +170,8 @@ def _written(value: Any) -> str:
 
 def _mean_of(runs: Runs, metric: str, varied: Sequence[str], factor: float) -> Cell:
     """Mean over the seeds of the mean over each seed's runs, which differ in the options `varied`."""
-    by_seed: dict[int, list[RunRecord]] = {}
-    for run in runs:
-        if (value := run.result.get(metric)) is not None and np.isfinite(value):
-            by_seed.setdefault(run.seed, []).append(run)
+    measured_runs = [run for run in runs if (x := run.result.get(metric)) is not None and np.isfinite(x)]
+    by_seed = listed_by((run.seed, run) for run in measured_runs)
     means = [sum(run.result[metric] for run in members) / len(members) for members in by_seed.values()]
     origins = [
         (None, seed, frozenset((_origin(run), str([run.settings.get(name) for name in varied])) for run in members))
@@ -193,8 +184,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def target_cells(runs: Runs, references: Runs, rule: Rule) -> tuple[Cell, Cell]:
-    """Rounds to the target and speed-up over seeds; no mean where one of them never reached it."""
+def target_cells(names: Names, runs: Runs, experiments: Iterable[tuple[Names, Runs]], rule: Rule) -> tuple[Cell, Cell]:
+    """Rounds to the target and speed-up over seeds; no mean where one of them never reached it.
+
+    References are those of FedAvg's runs that differ from a preset as these do, or all if there are none.
+    """
+    fedavg = [(other[2] == names[2], run) for other, members in experiments if other[0] == REFERENCE for run in members]
+    references = [run for same_settings, run in fedavg if same_settings] or [run for _, run in fedavg]
     outcomes = [(run, outcome) for run in runs if (outcome := reached(run, references, rule)) is not None]
     missed = sum(rounds is None for _, (rounds, _) in outcomes)
     if missed:
@@ -203,17 +199,6 @@ def target_cells(runs: Runs, references: Runs, rule: Rule) -> tuple[Cell, Cell]:
     origins = [_origin(run) for run, _ in outcomes]
     rounds, speedups = (over_seeds((outcome[i] for _, outcome in outcomes), origins) for i in (0, 1))
     return rounds, speedups
-
-
-def _references(experiments: Iterable[tuple[Names, Runs]], names: Names) -> list[RunRecord]:
-    """FedAvg's runs: those that differ from a preset as these do, or all if there are none."""
-    candidates = [
-        (entry_names[2] == names[2], run)
-        for entry_names, runs in experiments
-        if entry_names[0] == REFERENCE
-        for run in runs
-    ]
-    return [run for same_settings, run in candidates if same_settings] or [run for _, run in candidates]
 
 
 def _differing(
@@ -248,9 +233,7 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
         splits_of = {(number.split, number.metric): number.splits or (number.split,) for number in printed}
         columns = {key: parts for key, parts in splits_of.items() if splits.issuperset(parts)}
         if chosen_on_tests and any(metric == PA for _, metric in columns):
-            columns = {
-                key: parts for (split, metric), parts in columns.items() for key in [(split, metric), (split, PA_LAST)]
-            }
+            columns = {key: x for (split, metric), x in columns.items() for key in ((split, metric), (split, PA_LAST))}
         if name and columns:
             tables.append(_paper_table(preset, columns, runs, printed))
     return tables
@@ -269,7 +252,8 @@ def _paper_table(
     for names in _row_names({part for parts in columns.values() for part in parts}, runs, paper):
         cells = [_ours(names, key, parts, runs, rule) for key, parts in columns.items()]
         rows[names] = [_beside(cell, paper.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
-    heads = [_column(name, f"{split} {_heading(name)}".strip()) for split, name in columns]
+    headings = {name: METRICS[kind(name)].heading or name.partition(":")[2] for _, name in columns}
+    heads = [_column(name, f"{split} {headings[name]}".strip()) for split, name in columns]
     note = metric.note
     if note == FLATTERED:
         note = _selection([run.result for members in runs.values() for run in members])
@@ -289,17 +273,12 @@ def _selection(summaries: Sequence[Mapping[str, Any]]) -> str:
     return f"Best round, chosen by {chosen_by(summaries)}{unlike}."
 
 
-def _heading(metric: str) -> str:
-    return METRICS[kind(metric)].heading or metric.partition(":")[2]
-
-
 def _ours(names: Names, key: Key, parts: Sequence[str], runs: Mapping, rule: Rule) -> Cell:
     """Our cell over the seeds: of one split, or of the mean over splits for seeds that were run on all of them."""
     split, metric = key
     if metric in TARGET_METRICS:
         experiments = [(entry_names, members) for (entry_names, part), members in runs.items() if part == split]
-        cells = target_cells(runs.get((names, split), ()), _references(experiments, names), rule)
-        return cells[TARGET_METRICS.index(metric)]
+        return target_cells(names, runs.get((names, split), ()), experiments, rule)[TARGET_METRICS.index(metric)]
     by_seed = [{run.seed: run for run in runs.get((names, part), ())} for part in parts]
     joint = [[part[seed] for part in by_seed] for seed in by_seed[0] if all(seed in part for part in by_seed)]
     measurements = [[x for run in seed_runs if (x := measured(run, metric)) is not None] for seed_runs in joint]

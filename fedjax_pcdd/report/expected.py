@@ -15,24 +15,15 @@ FLATTERED = "Best round, chosen on the test data as in the papers, which flatter
 
 
 class Metric(NamedTuple):
-    """A metric of the expected tables.
+    """A metric of the expected tables."""
 
-    Args:
-      title: of its table; metrics with the same title share one.
-      entry, factor: of summary.json, and what turns it into the metric's unit; "" if it is recorded elsewhere.
-      heading: of its column beside the split.
-      digits: after the point.
-      best: 1 if the largest is the best, -1 if the smallest is, 0 if it depends on the machine.
-      note: what to know about its table.
-    """
-
-    title: str
-    entry: str = ""
-    factor: float = 1.0
-    heading: str = ""
-    digits: int = 2
-    best: int = 1
-    note: str = ""
+    title: str  # of its table; metrics with the same title share one
+    entry: str = ""  # of summary.json; "" if it is recorded elsewhere
+    factor: float = 1.0  # what turns the entry into the metric's unit
+    heading: str = ""  # of its column beside the split
+    digits: int = 2  # after the point
+    best: int = 1  # 1 if the largest is the best, -1 if the smallest is, 0 if it depends on the machine
+    note: str = ""  # what to know about its table
 
 
 EIGENVALUES = "eigenvalue_variance"  # of the global model's features after the last round, where they were tracked

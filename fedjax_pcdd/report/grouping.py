@@ -1,10 +1,11 @@
 """Which runs repeat one experiment with other seeds, and which experiments stand side by side."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import INPUTS, RunRecord
@@ -16,21 +17,17 @@ INDIFFERENT = {*NOT_COMPUTED, "seed", "lanes", "client_state", "eval_batch"}
 PARTITION = ("clients", "partition", "beta", "classes_per_client")
 
 Names = tuple[str, str, str]  # method, variant of the preset ("" without), settings as `mu=0.1`
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One experiment: finished runs that differ only in their seeds, one per seed.
+    """One experiment: finished runs that differ only in their seeds, one per seed."""
 
-    Args:
-      names: the settings are those in which it differs from its neighbours, or from its preset.
-      runs: by rising seed.
-      repeated: runs of a seed that a newer run has too; they do not count.
-    """
-
-    names: Names
-    runs: tuple[RunRecord, ...]
-    repeated: tuple[RunRecord, ...] = ()
+    names: Names  # the settings are those in which it differs from its neighbours, or from its preset
+    runs: tuple[RunRecord, ...]  # by rising seed
+    repeated: tuple[RunRecord, ...] = ()  # runs of a seed that a newer run has too; they do not count
 
     @property
     def label(self) -> str:
@@ -54,6 +51,14 @@ class Group:
         return [label(entry_names, shared(names)) for entry_names in names]
 
 
+def listed_by(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, all in order of appearance."""
+    lists: dict[K, list[V]] = {}
+    for key, value in pairs:
+        lists.setdefault(key, []).append(value)
+    return lists
+
+
 def label(names: Names, known: str = "") -> str:
     """A name for an experiment; settings that are `known` are not repeated.
 
@@ -75,7 +80,7 @@ class Cells:
     """The configurations that the cells of the presets in a folder stand for."""
 
     def __init__(self, folder: Path):
-        self._folder, self._configs = folder, {}
+        self._folder, self._config = folder, cache(self._read)
 
     def preset(self, name: str) -> Preset:
         """The preset of this name; UserError if there is none."""
@@ -83,13 +88,10 @@ class Cells:
 
     def settings(self, run: RunRecord, preset: str, split: str | None, variant: str | None) -> str:
         """Options in which a run differs from a cell, "" for none."""
-        key = (preset, split, run.method, variant)
-        if key not in self._configs:
-            self._configs[key] = self._config(*key)
-        cell = self._configs[key]
+        cell = self._config(preset, split, run.method, variant)
         return "no cell of the preset" if cell is None else _settings(run, differing([run.config, cell]))
 
-    def _config(self, preset: str, split: str | None, method: str, variant: str | None) -> dict[str, Any] | None:
+    def _read(self, preset: str, split: str | None, method: str, variant: str | None) -> dict[str, Any] | None:
         try:
             options = preset_values(self.preset(preset), method, split, variant)
             options = (TASK_DEFAULTS if options.get("task") else {}) | options | {"method": method}
@@ -120,14 +122,12 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
 
     Args:
       runs: finished or not.
-      cells: the presets.
       preset: only the runs that belong to this one; None to group each run by the preset that it records.
     """
     members: dict[tuple[str, str | None, str | None], list[tuple[Names, RunRecord]]] = {}
     for run in (run for run in runs if run.summary is not None):
         name = preset or run.preset
-        cell = cells.cell(run, name) if name else None
-        if name and cell is not None:
+        if name and (cell := cells.cell(run, name)) is not None:
             split, variant = cell
             names = run.method, variant or "", cells.settings(run, name, split, variant)
             members.setdefault((f"{name} · {split}" if split else name, name, split), []).append((names, run))
@@ -163,25 +163,17 @@ def entries(runs: Iterable[RunRecord]) -> list[Entry]:
     runs = list(runs)
     common = {*RUN, *INPUTS} - {"method", "method object"}
     run_options = [name for name in differing([run.settings for run in runs]) if name in common]
-    method_options = {
-        method: [
-            name for name in differing([run.settings for run in runs if run.method == method]) if name not in common
-        ]
-        for method in dict.fromkeys(run.method for run in runs)
-    }
-    ordered = [run for method in method_options for run in runs if run.method == method]
-    return _by_name(
-        [((run.method, "", _settings(run, [*run_options, *method_options[run.method]])), run) for run in ordered]
-    )
+    named = []
+    for method, members in listed_by((run.method, run) for run in runs).items():
+        method_options = [name for name in differing([run.settings for run in members]) if name not in common]
+        named += [((method, "", _settings(run, [*run_options, *method_options])), run) for run in members]
+    return _by_name(named)
 
 
 def _by_name(named: Iterable[tuple[Names, RunRecord]]) -> list[Entry]:
     """Runs of the same name as one experiment; of a repeated seed the newest counts."""
-    members: dict[Names, list[RunRecord]] = {}
-    for names, run in named:
-        members.setdefault(names, []).append(run)
     experiments = []
-    for names, runs in members.items():
+    for names, runs in listed_by(named).items():
         kept = newest(runs)
         experiments.append(Entry(names, kept, tuple(run for run in runs if run not in kept)))
     return experiments
@@ -208,9 +200,7 @@ def of_common_seeds(members: dict[Any, list[RunRecord]]) -> dict[Any, list[RunRe
 
 def counted(runs: Iterable[RunRecord]) -> list[RunRecord]:
     """The runs, except those that have the options and the seed of a newer one."""
-    members: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        members.setdefault(str([(k, v) for k, v in run.settings.items() if k not in INDIFFERENT]), []).append(run)
+    members = listed_by((str([(k, v) for k, v in r.settings.items() if k not in INDIFFERENT]), r) for r in runs)
     return [run for repeated in members.values() for run in newest(repeated)]
 
 
@@ -225,7 +215,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def unlike(runs: Iterable[RunRecord]) -> list[str]:
-    """Sentences about what makes the numbers of runs less comparable: versions, devices, rounds that were left out."""
+    """Sentences about what makes the numbers of finished runs less comparable: versions, devices, rounds left out."""
     runs = list(runs)
     found = {
         "versions of this library": {run.version for run in runs},
@@ -233,7 +223,8 @@ def unlike(runs: Iterable[RunRecord]) -> list[str]:
     }
     several = {kind: sorted(values - {None}) for kind, values in found.items()}
     sentences = [f"Runs are of several {kind}: {', '.join(map(str, v))}." for kind, v in several.items() if len(v) > 1]
-    ended = [f"{run.path} after {run.rounds_done} of {run.config['rounds']}" for run in runs if run.ended_early]
+    lengths = [(run.path, run.rounds_done, run.config["rounds"]) for run in runs]
+    ended = [f"{path} after {done} of {rounds}" for path, done, rounds in lengths if done < rounds]
     more = f", and {len(ended) - 3} more" if len(ended) > 3 else ""
     return sentences + [f"Callbacks ended runs early: {', '.join(ended[:3])} rounds{more}."] * bool(ended)
 

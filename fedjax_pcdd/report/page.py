@@ -62,7 +62,6 @@ def page(
 
 
 def _figures(group: Group, index: int) -> list[Markup]:
-    """The curves of a group as SVG."""
     pictures = [(name, curves(group, name)) for name in CURVES]
     return [Markup(inline(svg, f"g{index}{name}")) for name, svg in pictures if svg is not None]
 
@@ -116,13 +115,8 @@ def _partitions(group: Group) -> list[tuple[str, str]]:
     for name, run in _members(group):
         if run.heat_map is not None:
             holders.setdefault(run.heat_map, {}).setdefault(run.seed, []).append(name)
-    return [
-        (
-            base64.b64encode(picture).decode(),
-            "; ".join(f"seed {seed}: {', '.join(labels)}" for seed, labels in names.items()),
-        )
-        for picture, names in holders.items()
-    ]
+    words = ["; ".join(f"seed {seed}: {', '.join(names)}" for seed, names in x.items()) for x in holders.values()]
+    return [(base64.b64encode(picture).decode(), text) for picture, text in zip(holders, words, strict=True)]
 
 
 def _table_of_runs(runs: Sequence[RunRecord]) -> Table:

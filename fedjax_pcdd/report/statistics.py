@@ -20,29 +20,18 @@ LEAST_WILCOXON = 6  # pairs below which the rank test cannot reach p <= 0.05
 class Difference(NamedTuple):
     """A paired difference over seeds, in the unit of its metric.
 
-    Args:
-      mean: over the seeds that both have.
-      error: standard error of the mean, None for one pair.
-      seeds: of the pairs.
-      low, high: Student's interval of the mean, None for one pair.
-      p: of the paired t-test, two-sided; where all differences are equal, of the sign test. None for one pair.
-      rank_p: of Wilcoxon's signed-rank test, two-sided; None below `LEAST_WILCOXON` pairs and where all are equal.
-      mixed: pairs whose two runs were on different processors, if the caller counts them.
+    P-values are two-sided: `p` of the paired t-test, or of the sign test where all differences are equal, None for one
+    pair; `rank_p` of Wilcoxon's signed-rank test, None below `LEAST_WILCOXON` pairs and where all are equal.
     """
 
-    mean: float
-    error: float | None
-    seeds: tuple[int, ...]
-    low: float | None = None
+    mean: float  # over the seeds that both have
+    error: float | None  # standard error of the mean, None for one pair
+    seeds: tuple[int, ...]  # of the pairs
+    low: float | None = None  # Student's interval of the mean, None for one pair
     high: float | None = None
     p: float | None = None
     rank_p: float | None = None
-    mixed: int = 0
-
-    @property
-    def side(self) -> str:
-        """On which side of zero the mean is."""
-        return "above" if self.mean > 0 else "below" if self.mean < 0 else "equal"
+    mixed: int = 0  # pairs whose two runs were on different processors, if the caller counts them
 
     def verdict(self, alpha: float = ALPHA) -> str:
         """The verdict of the t-test.
@@ -50,9 +39,10 @@ class Difference(NamedTuple):
         >>> Difference(1.5, None, (0,)).verdict(), Difference(1.5, 0.1, (0, 1, 2), p=0.01).verdict()
         ('one seed, above', 'above')
         """
+        side = "above" if self.mean > 0 else "below" if self.mean < 0 else "equal"
         if self.p is None:
-            return f"one seed, {self.side}"
-        return self.side if self.p <= alpha and self.mean else "not distinguishable"
+            return f"one seed, {side}"
+        return side if self.p <= alpha and self.mean else "not distinguishable"
 
     @property
     def mark(self) -> str:
@@ -104,10 +94,7 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
 
 def family(differences: Sequence[Difference | None]) -> list[Difference | None]:
     """Comparisons of one family, with p-values adjusted by Holm; those of a single pair do not count."""
-    columns = [
-        holm([None if difference is None else getattr(difference, name) for difference in differences])
-        for name in ("p", "rank_p")
-    ]
+    columns = [holm([None if x is None else getattr(x, name) for x in differences]) for name in ("p", "rank_p")]
     return [
         None if difference is None else difference._replace(p=p, rank_p=rank_p)
         for difference, p, rank_p in zip(differences, *columns, strict=True)

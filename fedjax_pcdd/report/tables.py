@@ -29,21 +29,13 @@ _LATEX |= {sign: "\\" + sign for sign in "&%$#_{}"}
 
 
 class Column(NamedTuple):
-    """One column of a table.
-
-    Args:
-      heading: as printed.
-      metric: its name in the CSV.
-      digits: after the point.
-      best: 1 if the largest number is the best, -1 if the smallest is, 0 if none is better than another.
-      left: whether it holds text, which is left-aligned.
-    """
+    """One column of a table."""
 
     heading: str
-    metric: str = ""
-    digits: int = 2
-    best: int = 0
-    left: bool = False
+    metric: str = ""  # its name in the CSV
+    digits: int = 2  # after the point
+    best: int = 0  # 1 if the largest number is the best, -1 if the smallest is, 0 if none is better than another
+    left: bool = False  # whether it holds text, which is left-aligned
 
 
 PLAIN = Column("")
@@ -51,26 +43,16 @@ PLAIN = Column("")
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of a table.
+    """One entry of a table."""
 
-    Args:
-      mean, std: over n seeds; std None for fewer than two.
-      n: number of seeds.
-      text: what is shown in place of a number.
-      beside: what the paper prints for it.
-      rank: 1 for the best of its column, 2 for the second best, else 0.
-      note: a remark on it.
-      origin: what it is a mean over: of each run its length, its seed and what else may differ between rows.
-    """
-
-    mean: float | None = None
-    std: float | None = None
+    mean: float | None = None  # over n seeds
+    std: float | None = None  # over n seeds, None for fewer than two
     n: int = 0
-    text: str | None = None
-    beside: "Cell | None" = None
-    rank: int = 0
-    note: str = ""
-    origin: frozenset[Hashable] = frozenset()
+    text: str | None = None  # what is shown in place of a number
+    beside: "Cell | None" = None  # what the paper prints for it
+    rank: int = 0  # 1 for the best of its column, 2 for the second best, else 0
+    note: str = ""  # a remark on it
+    origin: frozenset[Hashable] = frozenset()  # of each run of the mean its length, its seed and what else may differ
 
     @property
     def difference(self) -> float | None:
@@ -231,7 +213,6 @@ def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str
     """One GitHub table under its title.
 
     Args:
-      table: what to write.
       aligned: whether to pad columns, so that it reads as text too.
       escape: turns the text of a cell into Markdown; `str` for cells that are Markdown.
     """

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union
 import numpy as np
 import yaml
 
-from fedjax_pcdd.errors import UserError, at_once, check_file, expanded, nearest, shortened, unreadable, writing
+from fedjax_pcdd.errors import UserError, at_once, check_file, expanded, nearest, shortened, unreadable
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
@@ -276,9 +276,7 @@ def read_text(path: Path) -> str:
 
 def write_text(path: Path, text: str, instead: str) -> None:
     """Write a file atomically, in a folder that may be new; UserError, which says to choose `instead`, if it fails."""
-    with writing(path, instead):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with at_once(path, instead) as temporary:
+    with at_once(path, instead, parents=True) as temporary:
         temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # folder names may have bytes that are not UTF-8
 
 

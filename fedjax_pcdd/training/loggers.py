@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pcdd.errors import UserError, in_one_line
+from fedjax_pcdd.errors import UserError, imported, in_one_line
 from fedjax_pcdd.registry import Registry, called, takes
 from fedjax_pcdd.training.fields import names_in
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
@@ -168,11 +168,7 @@ def _logger(name: str, folder: Path, options: dict[str, Any]) -> Callback:
 
 def load(name: str) -> ModuleType:
     """The package of one of `OWN`; UserError if it is missing."""
-    package = {"tensorboard": "tensorboardX"}.get(name, name)
-    try:
-        return __import__(package)
-    except ImportError as error:
-        raise UserError(f"{package} is missing: pip install 'fedjax-pcdd[{name}]'.") from error
+    return imported({"tensorboard": "tensorboardX"}.get(name, name), name)
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:

@@ -7,7 +7,7 @@ Letters: K participants, D = K domains, C classes.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -263,7 +263,7 @@ class Correlation(Callback):
             means = np.array([pictures.diagonals(public), pictures.diagonals(private)])
             arrays = {"matrices": public, "private": private, "means": means, "participants": self.names}
             self.folder.draw("correlation.npz", lambda path: np.savez_compressed(path, **arrays))
-            self.folder.draw("correlation.png", partial(pictures.draw_matrices, public, self.names, private=private))
+            self.folder.draw("correlation.png", lambda path: pictures.draw_matrices(public, private, self.names, path))
 
     def _private(self, run: Run, k: int) -> np.ndarray:
         """Correlation matrix [C, C] of participant k on its own training images."""

@@ -319,7 +319,8 @@ def test_the_backbones_weights_are_measured_without_the_head():
 @pytest.mark.thorough
 def test_a_step_counts_as_clipped_if_any_part_is():
     gradients, limits = {"a": jnp.float32(3.0), "b": jnp.float32(4.0)}, (4.5, 3.5, 2.0)
-    together, apart = ([Steps.none().after(gradients, limit, parts) for limit in limits] for parts in ((), ("b",)))
+    start = Steps(*jnp.zeros(3))
+    together, apart = ([start.after(gradients, limit, parts) for limit in limits] for parts in ((), ("b",)))
     assert [float(steps.clipped) for steps in together] == [1, 1, 1]
     assert [float(steps.clipped) for steps in apart] == [0, 1, 1]
     assert all(float(steps.norm) == pytest.approx(5) and steps.count == 1 for steps in (*together, *apart))
@@ -339,7 +340,7 @@ def test_of_several_steps_in_one_local_update_the_last_counts():
             step({"w": jnp.float32(3)})
             return jnp.float32(0), {}, step({"w": jnp.float32(5)})
 
-    variables = {"params": {"w": jnp.float32(1)}, STEPS: Steps.none()}
+    variables = {"params": {"w": jnp.float32(1)}, STEPS: Steps(*jnp.zeros(3))}
     observed = Observed(Twice(), (), lambda *_: (), of_steps=True)
     context = toy.context(start=variables, hyper=Local(clip=9.0))
     _, state, _ = observed.local_update(None, lambda gradients: gradients, variables, (), context)

@@ -17,7 +17,7 @@ DRAWN = {
     "track": lambda path: draw("angles", {ODD: ANGLES, "b": ANGLES}, path),
     "columns": lambda path: draw_columns("angles", {ODD: {ODD: ANGLES}}, path),
     "bilateral": lambda path: draw_bilateral({ODD: np.ones((2, 5))}, {ODD: [1.0, 1.0]}, path),
-    "matrices": lambda path: draw_matrices(np.eye(3)[None], [ODD], path),
+    "matrices": lambda path: draw_matrices(np.eye(3)[None], np.eye(3)[None], [ODD], path),
     "tasks": lambda path: draw_tasks({ODD: ROUNDS}, 1, path),
     "bars": lambda path: draw_bars({ODD: {f"{ODD}{i}": [0.5, 0.4] for i in range(20)}}, ["a", "b"], path),
     "burdens": lambda path: draw_burdens([Burden(ODD, 1, 1, 0.5)], path),

@@ -370,7 +370,7 @@ def test_correlations_are_between_own_logits_and_mean_logits_by_class():
 
 
 def test_a_picture_of_one_participant_can_be_drawn(tmp_path):
-    draw_matrices(np.zeros((1, 3, 3)), ["art"], tmp_path / "one.png")
+    draw_matrices(np.zeros((1, 3, 3)), np.zeros((1, 3, 3)), ["art"], tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 0
 
 
