@@ -64,7 +64,8 @@ def sweep(
     """
     options, results = options_of_grid(grid, "grid"), {}
     console = Console(quiet=not yes_or_no(progress, "progress"))
-    together = convert(TOGETHER, None if together is None else str(together))
+    if together is not None:
+        together = convert(TOGETHER, str(together))
     sweep_path = None if folder is None else as_path(folder, "folder").absolute()
     steps = stages({name: with_commas(value) for name, value in options.items()}, results)
     return Results(*run_stages(steps, results, sweep_path, together, console=console), results)
@@ -83,8 +84,11 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
             raise UserError("takes one value in a sweep, as its commas belong to it.", field=name)
         for item in value if isinstance(value, list | tuple | range) else [value]:
             if not isinstance(item, str | bool | int | float | np.number | Path | None):
-                hint = ": write `.tolist()` behind it" * isinstance(item, np.ndarray)
-                hint += ": give its name, and its hyper-parameters as options" * isinstance(item, Method)
+                hint = ""
+                if isinstance(item, np.ndarray):
+                    hint = ": write `.tolist()` behind it"
+                elif isinstance(item, Method):
+                    hint = ": give its name, and its hyper-parameters as options"
                 raise UserError(f"takes names and numbers in a sweep, not {shortened(item)}{hint}.", field=str(name))
     return given
 
@@ -112,7 +116,9 @@ def run_stages(
     for stage in steps:
         pairs = [configure(experiment.given) for experiment in stage]
         folder = folder or folder_of(pairs)
-        planned = {e.name: Asked(*pair, origin(e)) for e, pair in zip(stage, pairs, strict=True)}
+        planned = {
+            experiment.name: Asked(*pair, origin(experiment)) for experiment, pair in zip(stage, pairs, strict=True)
+        }
         if new := [name for name in planned if not is_there(folder / name / CONFIG)]:
             present = runs_in(folder) if present is None else present
         earlier = {name: found for name in new if (found := (present or {}).get(content_of(*planned[name][:2])))}

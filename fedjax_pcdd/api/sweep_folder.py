@@ -153,7 +153,11 @@ class Sweep:
         for group in groups([(request.config, request.method) for request in requests]):
             for portion in portions(group, self._affordable(requests[group[0]], len(group), together)):
                 with ExitStack() as claims:
-                    claimed = {names[i]: x for i in portion if (x := self._claimed(names[i], claims, bar)) is not None}
+                    claimed = {
+                        names[i]: request
+                        for i in portion
+                        if (request := self._claimed(names[i], claims, bar)) is not None
+                    }
                     if claimed:
                         self._run_part(claimed, bar)
                         ran |= not claimed.keys() <= self.left.keys()

@@ -192,5 +192,8 @@ def _form(option: Option) -> str:
     if option.kind is bool:
         return name if option.name in LISTS else f"{name}, --no-{name[2:]}"
     placeholders = {int: "INT", float: "FLOAT", str: "NAME", Path: "PATH"}
-    values = [*map(str, choices(option.kind)), *(placeholders[x] for x in members(option.kind) if x in placeholders)]
+    values = [
+        *map(str, choices(option.kind)),
+        *(placeholders[part] for part in members(option.kind) if part in placeholders),
+    ]
     return f"{name} {'|'.join(values)}"

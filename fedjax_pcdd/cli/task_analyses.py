@@ -69,7 +69,9 @@ def ablation(records: list[RunRecord], given: Options) -> str:
         domain_figures.draw_bars(*_bars(means, domains), given["output"])
     lines = []
     for (public, continual), accuracies in means.items():
-        numbers = [f"{100 * x:.2f}" for k in ("inter", "intra") for x in (*accuracies[k], accuracies[k].mean())]
+        numbers = [
+            f"{100 * x:.2f}" for name in ("inter", "intra") for x in (*accuracies[name], accuracies[name].mean())
+        ]
         lines.append([public, {True: "with", False: "without", None: NOTHING}[continual], *numbers])
     heads = [f"{name} {domain} (%)" for name in ("inter", "intra") for domain in (*domains, "mean")]
     return table(["public images", "CON", *heads], lines)

@@ -233,7 +233,9 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
         splits_of = {(number.split, number.metric): number.splits or (number.split,) for number in printed}
         columns = {key: parts for key, parts in splits_of.items() if splits.issuperset(parts)}
         if chosen_on_tests and any(metric == PA for _, metric in columns):
-            columns = {key: x for (split, metric), x in columns.items() for key in ((split, metric), (split, PA_LAST))}
+            columns = {
+                key: parts for (split, metric), parts in columns.items() for key in [(split, metric), (split, PA_LAST)]
+            }
         if name and columns:
             tables.append(_paper_table(preset, columns, runs, printed))
     return tables

@@ -115,8 +115,13 @@ def _partitions(group: Group) -> list[tuple[str, str]]:
     for name, run in _members(group):
         if run.heat_map is not None:
             holders.setdefault(run.heat_map, {}).setdefault(run.seed, []).append(name)
-    words = ["; ".join(f"seed {seed}: {', '.join(names)}" for seed, names in x.items()) for x in holders.values()]
-    return [(base64.b64encode(picture).decode(), text) for picture, text in zip(holders, words, strict=True)]
+    return [
+        (
+            base64.b64encode(picture).decode(),
+            "; ".join(f"seed {seed}: {', '.join(labels)}" for seed, labels in names.items()),
+        )
+        for picture, names in holders.items()
+    ]
 
 
 def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
