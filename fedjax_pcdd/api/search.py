@@ -58,12 +58,13 @@ class Search:
         self._results, self._seed = results, seed
         self.trials: list[Trial] = []  # suggested so far, without repeated suggestions
         method = method_of({name: text for name, text in given.items() if name in ("method", "preset", "variant")})
-        self._spaces = {name: x for name, text in given.items() if (x := _space(name, text, method)) is not None}
+        spaces = {name: _space(name, text, method) for name, text in given.items()}
+        self._spaces = {name: space for name, space in spaces.items() if space is not None}
         self._fixed = {name: text for name, text in given.items() if name not in self._spaces}
         if not self._spaces:
             raise UserError(f"there is nothing to search: give an option bounds, as {EXAMPLE}, or several values.")
-        first = {n: _written(x, x.low if hasattr(x, "low") else x.choices[0]) for n, x in self._spaces.items()}
-        config, first_method = configure(self._trial("", first).experiments[0].given)
+        first_options = {name: _written(space, _first(space)) for name, space in self._spaces.items()}
+        config, first_method = configure(self._trial("", first_options).experiments[0].given)
         on_validation = config.select_on == "validation"
         # Some protocols of PA choose epochs on test samples, wherever the round is chosen.
         tested = metric == "pa" and needs_epochs(protocol_of(config.pa_protocol, first_method.traits()))
@@ -97,7 +98,8 @@ class Search:
         return Trial(name, options, repeated or [Experiment(name, name, given)])
 
     def _told(self, trial: Trial) -> Any:
-        values = {name: type(getattr(x, "low", ""))(trial.options[name]) for name, x in self._spaces.items()}
+        kinds = {name: type(getattr(space, "low", "")) for name, space in self._spaces.items()}
+        values = {name: kind(trial.options[name]) for name, kind in kinds.items()}
         return _optuna().create_trial(params=values, distributions=self._spaces, value=self.score(trial))
 
     def score(self, trial: Trial) -> float:
@@ -167,6 +169,10 @@ def _bounds(text: str) -> list[str]:
         return bounds if len(bounds) == 2 and [float(part) for part in bounds] else []
     except ValueError:
         return []
+
+
+def _first(space: Any) -> Any:
+    return space.low if hasattr(space, "low") else space.choices[0]
 
 
 def _written(space: Any, value: Any) -> str:
