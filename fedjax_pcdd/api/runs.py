@@ -70,9 +70,9 @@ def run_together(
 ) -> list[Any]:
     """Run, or resume, experiments that share a program (`programs.program_key`).
 
-    Interrupted experiments are trained together with those that stopped in the same round. If the device runs out of
-    memory, training continues from the newest checkpoint (in memory: from the start) with half of the lanes, which
-    resolved.json then notes.
+    Interrupted experiments are trained together with those that stand at the same round, and those that a callback
+    had ended are concluded together. If the device runs out of memory, training continues from the newest checkpoint
+    (in memory: from the start) with half of the lanes, which resolved.json then notes.
 
     Args:
       asked: all in folders, or one in memory.
@@ -89,8 +89,8 @@ def run_together(
     with ExitStack() as opened:
         with in_sentences("preparing the run"):
             session = Session(asked, say, opened)
-        rounds = [progress.round for progress in session.since]
-        if len(set(rounds)) == 1:
+        standings = [(progress.round, progress.stopped) for progress in session.since]
+        if len(set(standings)) == 1:
             try:
                 with in_sentences("training"):
                     runs = session.train()
@@ -102,8 +102,8 @@ def run_together(
     if continued:
         return run_together(continued, say, finish)
     outcomes: dict[int, Any] = {}
-    for stopped_in in dict.fromkeys(rounds):
-        members = [e for e, round in enumerate(rounds) if round == stopped_in]
+    for shared in dict.fromkeys(standings):
+        members = [e for e, standing in enumerate(standings) if standing == shared]
         outcomes |= zip(members, run_together([asked[e] for e in members], say, finish), strict=True)
     return [outcomes[e] for e in range(len(asked))]
 
@@ -169,7 +169,10 @@ class Session:
         if not all(run.error for run in runs):
             best = _joined([run.best for run in runs]) if self.setup.keeps_best else None
             state = _joined([run.state for run in runs]) if any(run.stopped for run in runs) else runs[0].runs.state
-            results = self.setup.concluded(runs[0].round, state, best, results)
+            # As an experiment alone: the order of samples in fine-tuning follows from the rounds that it was trained.
+            ended = {run.round for run in runs if not run.error}
+            concluded = {rounds: self.setup.concluded(rounds, state, best, results) for rounds in ended}
+            results = [concluded.get(run.round, results)[e] for e, run in enumerate(runs)]
         for run, result_of_run in zip(runs, results, strict=True):
             if not run.error and (client := result_of_run.get("diverged_client")) is not None:
                 advice = "so that PA has no value: choose a smaller `lr`, or set `grad_clip`."

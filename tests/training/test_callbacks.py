@@ -3,6 +3,7 @@
 import json
 import shutil
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -339,6 +340,33 @@ def test_a_stopped_experiment_does_not_keep_the_others_from_going_on():
     prepared = setup([build(RUN | {"seed": seed}) for seed in (0, 1)])
     progress = [Progress(3, new_history(4), stopped=stopped) for stopped in (True, False)]
     assert loop(prepared.simulation, prepared.simulation.start(), 4, [], progress).round == 4
+
+
+@pytest.mark.thorough
+def test_an_experiment_that_a_callback_ended_is_fine_tuned_as_if_it_were_alone_also_after_a_kill(tmp_path):
+    def fail(run, report):
+        if run.round == 3:
+            raise fp.UserError("killed")
+
+    def asked(name, last_callbacks=(), **more):
+        options = RUN | {"fine_tune_epochs": 1, "lr": 0.05} | more
+        pairs = [build(options | {"seed": seed, "run_dir": tmp_path / name / str(seed)}) for seed in (0, 1)]
+        return [
+            runs.Asked(*pair, callbacks=[*as_callbacks(callbacks)])
+            for pair, callbacks in zip(pairs, ([StopAt(2)], last_callbacks), strict=True)
+        ]
+
+    names = ("ga_last", "pa_last", "pa_best", "rounds")
+    alone = [runs.run_together([request])[0] for request in asked("alone")]
+    assert [summary["rounds"] for summary in alone] == [2, 4]
+    runs.run_together(asked("killed", [fail]))
+    (tmp_path / "killed" / "0" / "summary.json").unlink()
+    resumed = [
+        request._replace(config=replace(request.config, resume=request.config.run_dir)) for request in asked("killed")
+    ]
+    for requests in (asked("together"), resumed):
+        for summary, expected in zip(runs.run_together(requests), alone, strict=True):
+            assert {name: summary[name] for name in names} == pytest.approx({name: expected[name] for name in names})
 
 
 @pytest.mark.thorough
