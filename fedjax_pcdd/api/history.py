@@ -131,7 +131,7 @@ class History(TrainedModels):
             raise UserError(f"weights are saved as .safetensors, not as '{path.name}': choose such a name.")
         save = imported("safetensors.numpy", "safetensors").save
         variables = self.variables if client is None else self.client_variables(client)
-        arrays = {".".join(key): np.array(x) for key, x in flatten_dict(dict(variables)).items()}
+        arrays = {".".join(map(str, key)): np.array(x) for key, x in flatten_dict(dict(variables)).items()}
         metadata = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
         with at_once(path, "another path", parents=True) as temporary:
             temporary.write_bytes(save(arrays, metadata | {"summary": json.dumps(self.summary)}))

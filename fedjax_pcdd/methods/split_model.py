@@ -16,7 +16,7 @@ def divided(variables: Tree, own: Callable[[str], bool]) -> tuple[Tree, Tree]:
     """The leaves that `own` selects by their path in a collection, and the others; nested as before."""
     sides: tuple[Tree, Tree] = {}, {}
     for path, leaf in flatten_dict(variables, keep_empty_nodes=True).items():
-        sides[0 if own("/".join(path[1:])) else 1][path] = leaf
+        sides[0 if own("/".join(map(str, path[1:]))) else 1][path] = leaf
     return unflatten_dict(sides[0]), unflatten_dict(sides[1])
 
 
@@ -57,7 +57,7 @@ class SplitModel(Method):
 
     def init_client(self, setting, server, facts, key):
         """The common initial parts; UserError for a layer that the model does not have."""
-        paths = list(flatten_dict(server.variables["params"], sep="/"))
+        paths = ["/".join(map(str, path)) for path in flatten_dict(server.variables["params"])]
         for name in self.layers.split(","):
             if name != "top" and not any(_within(path, name) for path in paths):
                 available = ", ".join(sorted({"/".join(path.split("/")[:-1][:2]) for path in paths}))

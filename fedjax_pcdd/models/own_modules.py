@@ -69,7 +69,7 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
     """
     arguments = spelled(module)
     variables: Any = jax.eval_shape(lambda: module.init(jax.random.key(0), image, **arguments))
-    leaves: Any = flatten_dict(dict(variables), sep="/")
+    leaves: Any = {"/".join(map(str, path)): x for path, x in flatten_dict(dict(variables)).items()}
     if lists := [path for path, x in leaves.items() if not hasattr(x, "dtype")]:
         raise UserError(
             f"model {name} keeps a list in '{lists[0]}', as by sow: sow into 'intermediates', or not at all."

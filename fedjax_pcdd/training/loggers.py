@@ -115,9 +115,12 @@ class MLflow(Logger):
             self._newest = -1 if last is None else self._newest_round()
 
     def _newest_round(self) -> int:
-        """The last round that MLflow has: a resumed run repeats some, and MLflow would keep them twice."""
-        history, run = self._client.MlflowClient().get_metric_history, self._run
-        return max((point.step for name in run.data.metrics for point in history(run.info.run_id, name)), default=-1)
+        """The last round that MLflow has: a resumed run repeats some, and MLflow would keep them twice.
+
+        Every round has its seconds; other metrics may be those of MLflow itself, whose steps are no rounds.
+        """
+        history = self._client.MlflowClient().get_metric_history(self._run.info.run_id, "seconds")
+        return max((point.step for point in history), default=-1)
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log all scalars at once, unless MLflow has this round."""

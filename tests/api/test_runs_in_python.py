@@ -195,8 +195,36 @@ def test_saved_weights_of_a_client_are_its_personal_ones(federation, tmp_path):
         np.testing.assert_array_equal(arrays["params.head.kernel"], kernel)
 
 
+class Numbered(nn.Module):
+    """A backbone whose parts are named by numbers."""
+
+    @nn.compact
+    def __call__(self, x):
+        draw, shape = nn.initializers.lecun_normal(), (int(np.prod(x.shape[1:])), 8)
+        kernels = self.param("kernels", lambda key: {0: draw(key, shape), 1: draw(jax.random.fold_in(key, 1), shape)})
+        x = x.reshape(len(x), -1)
+        return nn.relu(x @ kernels[0] + x @ kernels[1])
+
+
+@pytest.mark.thorough
+def test_parameters_may_be_named_by_numbers(federation, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    own = fp.FedPer(layers="head,backbone/kernels/1")
+    history = fp.simulate(federation, own, model=Numbered(), rounds=1, run_dir=tmp_path / "run", **SMALL)
+    arrays = safetensors.load_file(history.save(tmp_path / "0.safetensors", 0))
+    kept, shared = (
+        [history.client_variables(client)["params"]["backbone"]["kernels"][part] for client in (0, 1)]
+        for part in (1, 0)
+    )
+    np.testing.assert_array_equal(arrays["params.backbone.kernels.1"], kept[0])
+    assert np.abs(kept[0] - kept[1]).max() > 0
+    np.testing.assert_array_equal(*shared)
+    loaded = fp.load_run(tmp_path / "run", model=Numbered()).client_variables(1)
+    jax.tree.map(np.testing.assert_array_equal, loaded, history.client_variables(1))
+
+
 def test_mlflow_gets_the_options_and_the_scalars_of_each_round_once(tmp_path, monkeypatch):
-    calls, metrics = [], {}
+    calls, metrics, row = [], {}, {"ga": 0.5, "seconds": 2.0}
 
     def log_metrics(values, step, run_id):
         calls.append((step, values))
@@ -205,10 +233,10 @@ def test_mlflow_gets_the_options_and_the_scalars_of_each_round_once(tmp_path, mo
 
     def start_run(**options):
         calls.append(("start", options["run_id"]))
-        data = types.SimpleNamespace(metrics={name: 0.5 for _, name in metrics})
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"), data=data)
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
 
-    client = types.SimpleNamespace(get_metric_history=lambda run_id, name: metrics[run_id, name])
+    metrics["7", "system/cpu"] = [types.SimpleNamespace(step=360)]  # MLflow's own, whose steps are no rounds
+    client = types.SimpleNamespace(get_metric_history=lambda run_id, name: metrics.get((run_id, name), []))
     mlflow = types.SimpleNamespace(
         start_run=start_run, log_params=lambda values: calls.append(("params", values)),
         log_metrics=log_metrics, end_run=calls.append, MlflowClient=lambda: client,
@@ -217,11 +245,11 @@ def test_mlflow_gets_the_options_and_the_scalars_of_each_round_once(tmp_path, mo
     for rounds in (range(2), range(1, 3)):  # the second from a checkpoint after round 0
         logger = loggers.MLflow(tmp_path, {"lr": 0.1})
         for round in rounds:
-            logger.write(round, {"ga": 0.5})
+            logger.write(round, row)
         logger.on_end(types.SimpleNamespace(error=None))  # pyright: ignore[reportArgumentType]
     assert calls == [
-        ("start", None), ("params", {"lr": "0.1"}), (0, {"ga": 0.5}), (1, {"ga": 0.5}), "FINISHED",
-        ("start", "7"), (2, {"ga": 0.5}), "FINISHED",
+        ("start", None), ("params", {"lr": "0.1"}), (0, row), (1, row), "FINISHED",
+        ("start", "7"), (2, row), "FINISHED",
     ]  # fmt: skip
 
 
