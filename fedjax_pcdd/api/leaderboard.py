@@ -138,7 +138,8 @@ def _check_kinds(plan: Plan, path: Path) -> None:
         for method, listed in getattr(plan, name).items():
             if not (isinstance(listed, list) and listed and all(isinstance(item, kind) for item in listed)):
                 raise UserError(f"the {name} of '{method}' in {path} must be a list of {what}.")
-    mappings = [plan.run, plan.splits, *plan.splits.values(), *plan.public.values(), *chain(*plan.trials.values())]
+    mappings = [plan.run, plan.splits, plan.trials, plan.scores, *plan.splits.values(), *plan.public.values()]
+    mappings += chain(*plan.trials.values())
     names = [*chain(*mappings), *(plan.networks if isinstance(plan.networks, list) else ())]
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise UserError(f"{path} has '{wrong[0]}' in place of a name: put it in quotes.")

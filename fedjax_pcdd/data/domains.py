@@ -179,7 +179,7 @@ def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, 
     """
     images = _public_images(name, data_dir, TASKS["digits_domains"].side)
     labels = shifts.public_digit_labels() if name == "digits_public" else _labels(name, sources.root_of(data_dir))
-    if labels is None or labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
+    if labels is None or labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
         raise UserError(f"'{name}' has no labels of its images: add y_train to it, or train without `transfer_epochs`.")
     return labels[_generator(seed, f"{stem(name)} public").permutation(len(labels))[:samples]].astype(np.int32)
 

@@ -187,7 +187,7 @@ def name_in(folder: Path) -> str:
     """The name of the data set in such a folder; the folder's if the file that has it cannot be read."""
     try:
         return str(json.loads((folder / META).read_text(encoding="utf-8"))["name"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return folder.name
 
 
@@ -214,6 +214,6 @@ def read_federation(folder: Path) -> Dataset:
         return Dataset(meta["name"], **fields, **known)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
         reason = f"is not a complete federation ({in_one_line(error)})"
         raise UserError(f"{folder} {reason}: write it anew (fp.write_federation).") from error

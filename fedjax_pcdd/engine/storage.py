@@ -275,7 +275,8 @@ class OnDisk(OnHost):
             try:
                 file.truncate(size)
                 row_size, first, last = size // self.rows, self._own.min(initial=self.rows), self._own.max(initial=-1)
-                if last >= first:  # a disk that filled up later would end the process
+                # A disk that filled up later would end the process; macOS cannot reserve.
+                if last >= first and hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), int(first) * row_size, int(last + 1 - first) * row_size)
             except OSError as error:
                 raise _no_room(size, error) from None

@@ -271,6 +271,7 @@ def test_rank_intervals_of_five_splits_contain_what_they_estimate(between_splits
         ("networks: [mlp]", "networks: [5]", "has '5' in place of a name: put it in quotes"),
         ("  dir: {", "  0.5: {", "has '0.5' in place of a name"),
         ("beta: 1", "1: 2", "has '1' in place of a name"),
+        ("trials: {", "trials: {1: [{lr: 0.1}, {lr: 0.2}], ", "has '1' in place of a name"),
         ("dir: {dataset: digits, partition: dirichlet, beta: 1}", "dir: 3", "'dir' of 'splits'"),
     ],
 )

@@ -402,6 +402,13 @@ def test_missing_or_unsuitable_public_labels_are_refused(tmp_path, labels):
         load_public_labels("mine", tmp_path, samples=30, seed=0)
 
 
+def test_a_public_file_without_images_says_so(tmp_path):
+    np.savez(tmp_path / "mine.npz", x=numbered(0), y=np.arange(0))
+    assert len(load_public_labels("mine", tmp_path, samples=30, seed=0)) == 0
+    with pytest.raises(UserError, match="'mine' has 0 images"):
+        load_public("mine", tmp_path, samples=30, seed=0, side=8)
+
+
 def test_loading_public_images_does_not_read_their_labels(tmp_path):
     """Reading the labels would fail, as they are pickled objects."""
     np.savez(tmp_path / "mine.npz", x_train=numbered(40), y_train=np.array([None] * 40))

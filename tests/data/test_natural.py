@@ -194,6 +194,13 @@ def test_missing_or_truncated_files_are_refused_with_one_sentence(folder, name):
         fp.load_dataset(str(folder))
 
 
+@pytest.mark.parametrize("offsets", [np.zeros(0, int), np.array(3)])
+def test_offsets_without_an_end_are_refused_with_one_sentence(folder, offsets):
+    np.save(folder / "offsets_train.npy", offsets)
+    with pytest.raises(fp.UserError, match=r"own is not a complete federation .*: write it anew"):
+        fp.load_dataset(str(folder))
+
+
 def test_a_federation_in_another_format_is_refused(folder):
     meta = json.loads((folder / META).read_text())
     (folder / META).write_text(json.dumps(meta | {"format": 99}))

@@ -206,6 +206,22 @@ def assert_statistics_are_of_the_valid_samples(model):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, expected_state)
 
 
+class OwnLinenNorm(nn.BatchNorm):
+    @nn.compact
+    def __call__(self, x, train):
+        return super().__call__(x, use_running_average=not train)
+
+
+class WithOwnLinenNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        return OwnLinenNorm()(nn.Dense(4)(x.reshape(len(x), -1)), train)
+
+
+def test_masked_samples_stay_out_of_the_statistics_of_a_subclass_that_takes_no_mask():
+    assert_statistics_are_of_the_valid_samples(built(WithOwnLinenNorm))
+
+
 class Patches(nn.Module):
     """Each image is four rows of the batch."""
 
