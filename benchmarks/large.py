@@ -1,7 +1,7 @@
 """Large federations: seconds a round, start and memory as the number of clients grows, with the same cohort.
 
     python -m benchmarks.large --clients=100000 --method=scaffold --client-state=disk --rounds=5 --json
-    python -m benchmarks.large --out=benchmarks/results/large
+    python -m benchmarks.large --out=benchmarks/results/large_stream
 
 Logistic regression on images of 28x28, 20 samples a client, a cohort of 100, one core, each setting in a fresh process:
 FedAvg, which keeps nothing of a client, and SCAFFOLD, whose clients each keep a control. The images are those of a

@@ -28,7 +28,7 @@ from fedjax_pcdd.cli.help import information
 from fedjax_pcdd.cli.main import COMMANDS
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.partition import PARTITIONS
-from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS
+from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS, FedMR, FedProx
 from fedjax_pcdd.registry import origin_of_file, recall
 from fedjax_pcdd.training.config import run_folder
 from fedjax_pcdd.training.fields import options_of
@@ -38,6 +38,7 @@ ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md"]
 FILES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks/results").glob("*.md")])
 EXAMPLE = (ROOT / "docs/adding_a_method.md").read_text().split("```python\n")[1].split("```")[0]
+PRESET = (ROOT / "docs/presets.md").read_text().split("```yaml\n")[1].split("```")[0]
 
 
 BRING_YOUR_OWN = (ROOT / "docs/bring_your_own.md").read_text()
@@ -103,6 +104,14 @@ def session(tmp_path_factory):
         for names in (METHODS, SERVER_OPTIMISERS, PARTITIONS, LOGGERS):
             patch.setattr(names, "data", dict(names.data))
         yield {"__name__": "bring_your_own"}
+
+
+def test_the_preset_on_the_page_of_presets_is_one(tmp_path):
+    (tmp_path / "mine.yaml").write_text(PRESET)
+    config, method = parse([f"--preset={tmp_path / 'mine.yaml'}", "--method=fedprox", "--split=P5C2"])
+    assert (config.rounds, config.partition, config.clients, method) == (100, "pcdd", 5, FedProx(mu=0.001))
+    config, method = parse([f"--preset={tmp_path / 'mine.yaml'}", "--split=P5C2", "--variant=intra-only"])
+    assert (config.method, method) == ("fedmr", FedMR(terms="intra"))
 
 
 @pytest.mark.thorough

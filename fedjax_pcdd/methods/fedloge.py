@@ -65,7 +65,7 @@ class FedLoGe(PersonalHead):
         return self, []
 
     def init_server(self, setting, variables, class_counts, key):
-        """The model and the sparse ETF, made on the host: about a second for 10 classes, half a minute for 100."""
+        """The model and the sparse ETF, made on the host: about a second for 10 classes, some ten for 100."""
         size = setting.feature_dim, setting.num_classes
         etf = draw_sparse_etf(key, *size, sparsity=self.sparsity, length=self.ssec_norm)
         limit = setting.feature_dim**-0.5 if self.ssec_bias == "frozen" else 0.0

@@ -1,7 +1,7 @@
 """FedMR: cross-entropy plus decorrelation inside each class and a margin between classes (manifold reshaping).
 
 Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023, section 3.3.
-Sent: as in FedAvg, and the prototypes [C, D] down, per-class feature sums [C, D] and counts [C] up.
+Sent: as in FedAvg, and the prototypes [C, D] and which exist [C] down, per-class feature sums [C, D] and counts [C] up.
 The intra-class loss follows the published code (the tabulated mu1 fits only that form), the inter-class loss the
 printed formula, since the code has none; the other readings are options. Prototypes: mean feature of all local samples
 under the final local weights, in eval mode, without augmentation. What FedVLS's paper calls FedMR is `terms=intra`,

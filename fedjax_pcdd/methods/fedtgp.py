@@ -2,7 +2,7 @@
 
 Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data and Model
 Heterogeneity in Federated Learning", AAAI 2024.
-Sent: the prototypes [C, D] down, the local ones and which exist [C] up. A client keeps its model.
+Sent: the prototypes [C, D] and which exist [C], down and up. A client keeps its model.
 Follows the published code: the margin is the largest distance of a class centre to its nearest neighbour (the paper's
 is the largest distance of all: `margin=farthest`), prediction is by the nearest prototype of any class, defaults are
 the script's. The server's network has a prototype for every class; that of a class that no client owns is only pushed
