@@ -7,11 +7,21 @@ from typing import NamedTuple
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import OF_DATA, RunRecord
 from fedjax_pcdd.report.contents import ACCURACIES
-from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries, listed_by, unlike
+from fedjax_pcdd.report.grouping import (
+    PARTITION,
+    Entry,
+    alike_in_pa,
+    data_of,
+    differing,
+    entries,
+    listed_by,
+    pa_kind,
+    unlike,
+)
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts
 from fedjax_pcdd.training.metrics import chosen_by
-from fedjax_pcdd.training.progress import pa_name, with_pa_named
+from fedjax_pcdd.training.progress import with_pa_named
 
 HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p (Wilcoxon)", "verdict")
 
@@ -70,7 +80,10 @@ def _compare(
     if not other_entries:
         notes.append(f"{data} has {first.label} alone: nothing to compare.")
     pairs = [_pairs(data, first, other, notes) for other in other_entries]
-    reasons = [_unlike_pa(first, other) | _unlike_selection(first, other) for other in other_entries]
+    reasons = [
+        _unlike_pa(first, other) | _unlike_selection(first, other) | _unlike_rounds(first, other)
+        for other in other_entries
+    ]
     notes += [f"{data}: {sentence}" for reason in reasons for sentence in dict.fromkeys(reason.values())]
     alike = {metric: [metric not in reason for reason in reasons] for metric in ACCURACIES}
     by_metric = {metric: _differences(metric, pairs, alike[metric], confidence) for metric in ACCURACIES}
@@ -97,11 +110,10 @@ def _differences(
 
 def _unlike_pa(first: Entry, other: Entry) -> dict[str, str]:
     """A sentence for each metric of PA, if PA has another protocol or other local training in the two experiments."""
-    kinds = [{_pa_kind(run) for run in entry.runs} for entry in (first, other)]
-    names, epochs, protocols = (set(values) for values in zip(*set.union(*kinds), strict=True))
-    if len(protocols) == 1 and (len(names) == 1 or (len(epochs) == 1 and None not in epochs)):
+    kinds = [{pa_kind(run) for run in entry.runs} for entry in (first, other)]
+    if alike_in_pa(set.union(*kinds)):
         return {}
-    advice = "Give both the same `pa_protocol`." if len(protocols) > 1 else (
+    advice = "Give both the same `pa_protocol`." if len({protocol for *_, protocol in set.union(*kinds)}) > 1 else (
         "With fine_tune_epochs equal to local_epochs both follow equally many local epochs; with fine_tune_epochs=0 "
         "both are of the models in training."
     )  # fmt: skip
@@ -128,16 +140,22 @@ def _unlike_selection(first: Entry, other: Entry) -> dict[str, str]:
     return dict.fromkeys(metrics, sentence)
 
 
+def _unlike_rounds(first: Entry, other: Entry) -> dict[str, str]:
+    """A sentence for each metric of rounds that were tested at other intervals, or chosen for each client alone."""
+    runs = [run for entry in (first, other) for run in entry.runs]
+    labels = f"of {first.label} and of {other.label} are different quantities"
+    sentences = {}
+    if len({run.config.get("eval_every", 1) for run in runs}) > 1:
+        sentence = f"Best rounds and means of the last ten tests {labels}, as `eval_every` differs: no verdict on them."
+        sentences = {metric: sentence for metric in ACCURACIES if not metric.endswith("_last")}
+    if len({"ga_best_mean" in run.result for run in runs}) > 1:
+        own = "without a global model it is the mean over clients of each one's model in its own best round of PA"
+        sentences["ga_best"] = f"GA best {labels} ({own}): no verdict on it."
+    return sentences
+
+
 def _chosen_by(*members: Entry) -> str:
     return chosen_by(run.result for entry in members for run in entry.runs)
-
-
-def _pa_kind(run: RunRecord) -> tuple[str, int | None, str]:
-    """PA's name, the local epochs between the server's model and the test (None if not fixed), and the protocol."""
-    when, _, protocol = str(run.result.get("pa_protocol")).partition(", ")
-    tuned = run.config.get("fine_tune_epochs")
-    known = {"during training": run.config.get("local_epochs"), f"global model fine-tuned for {tuned} epochs": tuned}
-    return pa_name(run.result), known.get(when), protocol
 
 
 def _in_words(kinds: set[tuple[str, int | None, str]]) -> str:

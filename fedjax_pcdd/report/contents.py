@@ -12,7 +12,18 @@ import numpy as np
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import FLATTERED, METRICS, PA, PA_LAST, TARGET_METRICS, Expected, kind, measured, title
-from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label, listed_by, shared, unlike
+from fedjax_pcdd.report.grouping import (
+    Group,
+    Names,
+    alike_in_pa,
+    counted,
+    differing,
+    label,
+    listed_by,
+    pa_kind,
+    shared,
+    unlike,
+)
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
 from fedjax_pcdd.training.config import RunConfig
@@ -89,9 +100,9 @@ def _value(summary: Mapping[str, Any], column: Accuracy) -> float | None:
     return summary.get(prefix + column.entry[2:]) if prefix else None
 
 
-def _origin(run: RunRecord) -> tuple[int, int, str]:
+def _origin(run: RunRecord) -> tuple[int, int, tuple[str, Any]]:
     """What makes the number of a run comparable with that of another: its length, seed and choice of the best round."""
-    return run.rounds_done, run.seed, selection(run.result)
+    return run.rounds_done, run.seed, (selection(run.result), run.config.get("eval_every", 1))
 
 
 def _column(metric: str, heading: str) -> Column:
@@ -151,6 +162,8 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     if rows != "seed":
         remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
     direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
+    if metric.startswith("pa_") and not alike_in_pa({pa_kind(run) for run in finished}):
+        remark, direction = f"{remark} PA is of different quantities: nothing is marked.".strip(), 0
     headings = tuple(Column(f"{columns}={_written(x)}" if columns else str(x), metric, best=direction) for x in heads)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"

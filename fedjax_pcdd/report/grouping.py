@@ -1,7 +1,7 @@
 """Which runs repeat one experiment with other seeds, and which experiments stand side by side."""
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import INPUTS, RunRecord
 from fedjax_pcdd.training.config import NOT_COMPUTED, RUN, TASK_DEFAULTS, build, partition_tag, values
 from fedjax_pcdd.training.presets import Preset, preset_values, read_preset
+from fedjax_pcdd.training.progress import pa_name
 
 # These options do not change what is computed.
 INDIFFERENT = {*NOT_COMPUTED, "seed", "lanes", "client_state", "eval_batch"}
@@ -214,12 +215,27 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in names if any(c.get(name) != known[name][0].get(name) for c in known[name])]
 
 
+def pa_kind(run: RunRecord) -> tuple[str, int | None, str]:
+    """PA's name, the local epochs between the server's model and the test (None if not fixed), and the protocol."""
+    when, _, protocol = str(run.result.get("pa_protocol")).partition(", ")
+    tuned = run.config.get("fine_tune_epochs")
+    known = {"during training": run.config.get("local_epochs"), f"global model fine-tuned for {tuned} epochs": tuned}
+    return pa_name(run.result), known.get(when), protocol
+
+
+def alike_in_pa(kinds: Set[tuple[str, int | None, str]]) -> bool:
+    """Whether PA of these `pa_kind`s is one quantity: of one protocol, and of one name or as many epochs."""
+    names, epochs, protocols = (set(values) for values in zip(*kinds, strict=True))
+    return len(protocols) == 1 and (len(names) == 1 or (len(epochs) == 1 and None not in epochs))
+
+
 def unlike(runs: Iterable[RunRecord]) -> list[str]:
     """Sentences about what makes the numbers of finished runs less comparable: versions, devices, rounds left out."""
     runs = list(runs)
     found = {
         "versions of this library": {run.version for run in runs},
         "kinds of device": {run.result.get("device") for run in runs},
+        "intervals between tests (eval_every)": {run.config.get("eval_every", 1) for run in runs},
     }
     several = {kind: sorted(values - {None}) for kind, values in found.items()}
     sentences = [f"Runs are of several {kind}: {', '.join(map(str, v))}." for kind, v in several.items() if len(v) > 1]

@@ -9,6 +9,7 @@ from fedjax_pcdd.cli.report import compare_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect
 from fedjax_pcdd.report.compare import compare, comparison_tables
+from fedjax_pcdd.report.contents import pivot
 from fedjax_pcdd.training.protocols import IN_WORDS
 
 
@@ -84,6 +85,16 @@ def test_pa_after_more_training_or_by_another_protocol_has_no_verdict(
     assert ("the same `pa_protocol`" in printed) == (suffix != tuned_suffix)
 
 
+@pytest.mark.parametrize(("epochs", "rank"), [(2, 1), (10, 0)])
+def test_a_pivot_marks_nothing_among_pa_after_other_numbers_of_local_epochs(tmp_path, epochs, rank):
+    options = {"local_epochs": 2, "fine_tune_epochs": epochs}
+    rewrite(write_run(tmp_path / "a", pa=0.5, method="fedgela", **options), pa_protocol="during training")
+    rewrite(write_run(tmp_path / "b", pa=0.6, **options), pa_protocol=f"global model fine-tuned for {epochs} epochs")
+    table = pivot(collect([tmp_path]), "method", None, "pa_best")
+    assert table.rows[1].cells[0].rank == rank
+    assert ("PA is of different quantities" in table.remarks) == (rank == 0)
+
+
 def test_pa_of_one_method_by_two_protocols_has_no_verdict(tmp_path):
     for seed in range(3):
         for name, protocol in (("a", "last"), ("b", "best_epoch")):
@@ -92,6 +103,20 @@ def test_pa_of_one_method_by_two_protocols_has_no_verdict(tmp_path):
     results, notes = compare(collect([tmp_path]))
     assert {result.metric for result in results if not result.alike} == {"pa_best", "pa_last"}
     assert " of fedavg (pa_protocol=best_epoch) are different quantities, in training" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "entries", "unlike"),
+    [({"eval_every": 5}, {}, {"ga_best", "ga_mean_last10", "pa_best"}), ({}, {"ga_best_mean": 0.4}, {"ga_best"})],
+)
+def test_best_rounds_of_fewer_tests_or_of_each_client_alone_have_no_verdict(tmp_path, options, entries, unlike):
+    for seed in range(3):
+        write_run(tmp_path / f"a{seed}", 0.3, 0.5, seed=seed, shift=seed)
+        folder = write_run(tmp_path / f"b{seed}", 0.4, 0.6, seed=seed, shift=seed, method="moon", **options)
+        rewrite(folder, **entries)
+    results, notes = compare(collect([tmp_path]))
+    assert {result.metric for result in results if not result.alike} == unlike
+    assert any("no verdict on" in note for note in notes)
 
 
 @pytest.mark.parametrize(
