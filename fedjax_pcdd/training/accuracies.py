@@ -61,8 +61,8 @@ class Accuracies(Callback):
         if run.traits.personal_model == "local":
             self.trained(run, report, report.correct)
         if run.traits.recorded:
-            server = parts_of(run.simulation)[0].of(run.state).servers
-            row |= {name: float(np.array(getattr(server, name))[0]) for name in run.traits.recorded}
+            servers = parts_of(run.simulation)[0].of(run.runs.state).servers  # of all experiments: no copy is made
+            row |= {name: float(np.array(getattr(servers, name))[run.index]) for name in run.traits.recorded}
         run.history.rows.append(row)
         if run.round % self.every == 0 or run.round == run.rounds:
             self.complete(run, report)
