@@ -74,12 +74,14 @@ def test_prefetched_rows_are_updated_by_the_round_in_between():
     storage = OnHost(4, chunk=2)
     before = State((), {"w": np.arange(4.0)}, {"s": np.arange(4.0) * 2})
     storage.prefetch(before, np.array([0, 3, 2]))
+    held = storage._ahead.held
     after = State((), {"w": np.array([10.0, 20.0])}, {"s": np.array([30.0, 40.0])})
     state = storage.store(before, after, np.array([2, 0]), np.array([False, True]))
     state.clients["w"][3] = np.nan  # prefetched rows are not read again
     fetched = storage.fetch(state, np.array([0, 3, 2]))
     assert np.array(fetched.clients["w"]).tolist() == [20.0, 3.0, 2.0]
     assert np.array(fetched.statistics["s"]).tolist() == [40.0, 6.0, 4.0]
+    assert all(array.is_deleted() for array in jax.tree.leaves(held))  # its memory is that of the new rows
 
 
 def test_prefetched_rows_serve_no_other_rows_and_no_other_state():
