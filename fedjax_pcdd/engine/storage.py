@@ -334,5 +334,6 @@ class OnDisk(OnHost):
 
     def release(self):
         """Let what was read and written leave memory: the file has it."""
-        for memory in self._files:
-            memory.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache
+        for reference in self._files.keyrefs():  # at once, as another thread may make a state meanwhile
+            if memory := reference():
+                memory.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache

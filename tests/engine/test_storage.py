@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import weakref
 
 import jax
 import numpy as np
@@ -119,6 +120,21 @@ def test_a_copy_of_clients_on_disk_has_all_rows_and_shares_none():
     np.testing.assert_array_equal(storage.get(copy, all_rows), values)
     storage.put(copy, all_rows, -values)
     np.testing.assert_array_equal(storage.get(array, all_rows), values)
+
+
+def test_another_thread_may_make_a_state_while_what_was_read_leaves_memory(monkeypatch):
+    made = []
+
+    class Memory:
+        def madvise(self, advice):
+            made.append(Memory())
+            files[made[-1]] = 0
+
+    first, files = Memory(), weakref.WeakKeyDictionary()
+    files[first] = 0
+    monkeypatch.setattr(OnDisk, "_files", files)
+    OnDisk(4, chunk=2).release()
+    assert len(made) == 1
 
 
 def test_the_file_of_an_unused_state_is_closed():
