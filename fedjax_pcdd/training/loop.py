@@ -203,7 +203,7 @@ class Runs:
             for run in self._members:  # copies of what is donated now would take memory during the round
                 run._own = run._own if run.stopped else None
             self.state, report = self.simulation.step(self.state, self.round, self.plan, next_plan)
-            loss, correct, before = (np.array(column) for column in report)
+            loss, correct, before = map(np.array, jax.device_get(report))  # one wait for all
             self._rows = jobs.row
             self.round += 1
             yield RoundReport(jobs, loss, correct, before, perf_counter() - start_time)
@@ -217,7 +217,7 @@ class Runs:
         cached = self._counts
         if cached is None or cached[:2] != (self.round, personal):
             start_time = perf_counter()
-            counts = jax.tree.map(np.array, self.simulation.evaluate(self.state, personal=personal))
+            counts = jax.tree.map(np.array, jax.device_get(self.simulation.evaluate(self.state, personal=personal)))
             cached = self._counts = self.round, personal, counts, (perf_counter() - start_time) / len(self)
         return cached[2:]
 

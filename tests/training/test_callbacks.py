@@ -24,7 +24,7 @@ from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.lock import Lock
-from fedjax_pcdd.training.loop import Each, Progress, loop
+from fedjax_pcdd.training.loop import Each, Progress, Runs, loop
 from fedjax_pcdd.training.metrics import History, new_history
 from fedjax_pcdd.training.tasks import setup
 
@@ -510,6 +510,30 @@ def test_a_state_that_no_resumed_run_gets_back_is_warned_of(takes_back):
         [] if takes_back else ["Counter has a state, but no restore(state) that takes it back when a run is resumed"]
     )
     assert [str(warning.message).split(":")[0] for warning in given] == sentences
+
+
+def test_what_a_round_reports_is_copied_to_the_host_at_once():
+    events = []
+
+    class OnDevice:
+        def copy_to_host_async(self):
+            events.append("begin")
+
+        def __array__(self, dtype=None, copy=None):
+            events.append("end")
+            return np.zeros((1, 2, 3))
+
+    jobs = Jobs(*np.zeros((7, 1), int))
+    simulation = SimpleNamespace(
+        methods=FedAvg(), federations=[toy.federation()], plan=lambda _: (None, jobs),
+        step=lambda state, *_: (state, Report(OnDevice(), OnDevice(), OnDevice())),
+        evaluate=lambda state, personal: (OnDevice(), OnDevice()),
+    )  # fmt: skip
+    runs = Runs(simulation, State((), (), ()), 1)
+    assert [report.correct.shape for report in runs.train()] == [(1, 2, 3)]
+    assert events == ["begin"] * 3 + ["end"] * 3
+    runs.evaluate(personal=False)
+    assert events[6:] == ["begin"] * 2 + ["end"] * 2
 
 
 @struct.dataclass
