@@ -204,6 +204,7 @@ class Runs:
                 run._own = run._own if run.stopped else None
             self.state, report = self.simulation.step(self.state, self.round, self.plan, next_plan)
             loss, correct, before = map(np.array, jax.device_get(report))  # one wait for all
+            loss[jobs.steps == 0] = np.nan  # not on the device, for `jax_debug_nans`
             self._rows = jobs.row
             self.round += 1
             yield RoundReport(jobs, loss, correct, before, perf_counter() - start_time)

@@ -115,7 +115,7 @@ def test_fine_tuning_goes_through_the_clients_in_portions():
     variables = jax.tree.map(np.array, simulated("fedavg").start().servers.variables)
     cohort = [np.array([1, 4])]
     losses = [np.array(tuner.step(tuner.start(variables), 0, tuner.plan(0, cohort))[1].loss) for tuner in tuners]
-    assert_same(losses[0], losses[1][~np.isnan(losses[1])])
+    assert_same(losses[0], losses[1][losses[1] > 0])
 
 
 @pytest.mark.thorough

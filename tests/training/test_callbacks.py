@@ -512,7 +512,7 @@ def test_a_state_that_no_resumed_run_gets_back_is_warned_of(takes_back):
     assert [str(warning.message).split(":")[0] for warning in given] == sentences
 
 
-def test_what_a_round_reports_is_copied_to_the_host_at_once():
+def test_what_a_round_reports_is_copied_to_the_host_at_once_where_jobs_without_steps_have_no_loss():
     events = []
 
     class OnDevice:
@@ -530,7 +530,9 @@ def test_what_a_round_reports_is_copied_to_the_host_at_once():
         evaluate=lambda state, personal: (OnDevice(), OnDevice()),
     )  # fmt: skip
     runs = Runs(simulation, State((), (), ()), 1)
-    assert [report.correct.shape for report in runs.train()] == [(1, 2, 3)]
+    (report,) = runs.train()
+    assert np.isnan(report.loss).all()
+    np.testing.assert_array_equal(report.correct, np.zeros((1, 2, 3)))
     assert events == ["begin"] * 3 + ["end"] * 3
     runs.evaluate(personal=False)
     assert events[6:] == ["begin"] * 2 + ["end"] * 2
