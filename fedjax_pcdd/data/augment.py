@@ -212,6 +212,8 @@ def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
         draws = draw(pipeline, key, len(images))
         images = jax.vmap(lambda image, image_draws: transform(pipeline, image, image_draws))(images, draws)
     if train and pipeline.own is not None:
+        if pipeline.moves:  # the keys of `draw` are those of positions 0, 1 and 2
+            key = jax.random.fold_in(key, 2**32 - 1)
         # By position, so that the width of a batch, which padding may change, changes no draw.
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(images)))
         images = jax.vmap(pipeline.own)(images, keys)

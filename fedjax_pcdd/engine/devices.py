@@ -81,11 +81,16 @@ def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
       devices: as later passed to `count_devices`; a CPU is divided into this many before JAX starts.
 
     Raises:
-      UserError: JAX has no such device, cannot start it, or computes in double precision, which a run does not.
+      UserError: JAX has no such device, cannot start it, or is set to double precision or strict promotion of types.
     """
     if jax.config.read("jax_enable_x64"):
         advice = "call it within `with jax.enable_x64(False):`, or leave JAX_ENABLE_X64 out"
         raise UserError(f"a run is in single precision, and JAX is set to double precision (jax_enable_x64): {advice}.")
+    if jax.config.jax_numpy_dtype_promotion == "strict":  # pyright: ignore[reportAttributeAccessIssue]
+        advice = 'call it within `with jax.numpy_dtype_promotion("standard"):`, or leave that setting out'
+        raise UserError(
+            f"a run adds integers to floats, and JAX is set to refuse it (jax_numpy_dtype_promotion): {advice}."
+        )
     if name != "auto":
         jax.config.update("jax_platforms", None if name == "gpu" else name)
     if devices != "auto" and devices > 1:

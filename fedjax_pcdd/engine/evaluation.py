@@ -29,7 +29,21 @@ def client_batches(function: Callable, samples: Samples, row, how: Pass, templat
 def by_client(program: Program, function: Callable, clients: Tree) -> Tree:
     """The function applied to each client, results stacked: one after another on a CPU, elsewhere in blocks."""
     size, number = program.blocks.size, len(jax.tree.leaves(clients)[0])
-    return jax.lax.map(function, clients, batch_size=None if size == 1 else size if size < number else 0)
+    if size == 1:
+        return jax.lax.map(function, clients)
+    if size >= number:
+        return jax.vmap(function)(clients)
+
+    def block(first):
+        return jax.vmap(function)(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size), clients))
+
+    def once(x):
+        x = x.reshape(-1, *x.shape[2:])
+        return jnp.concatenate([x[:-size], x[-rest:]])
+
+    # `jax.lax.map` would copy all clients where blocks do not divide them: instead the last block begins earlier.
+    rest = (number - 1) % size + 1  # of its clients are in no other block
+    return jax.tree.map(once, jax.lax.map(block, jnp.minimum(jnp.arange(0, number, size), number - size)))
 
 
 def logits_of(program: Program, method: Any, variables: Tree, images: jax.Array, *client: Any, **scope: Any):
@@ -206,8 +220,9 @@ def softmax_sums(program: Program, methods, state: State, data: Data, rows, slot
 
             rows, live = entries
             outputs = by_client(program, client_softmax, ((rows, state.clients, state.statistics), live))  # [n, B, C]
-            experiment = rows // program.setting.num_clients
-            return jax.ops.segment_sum(outputs, experiment, program.experiments).swapaxes(0, 1)
+            experiments = jnp.arange(program.experiments)[:, None]
+            members = experiments == rows // program.setting.num_clients  # [E, n]
+            return jnp.where(members[..., None, None], outputs, 0).sum(1).swapaxes(0, 1)
 
         images = data.test.labels.shape[0]
         return over_all(batch, images, program.eval_batch_of(program.blocks.size)).swapaxes(0, 1)

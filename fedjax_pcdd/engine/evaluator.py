@@ -5,6 +5,7 @@ Letters: E experiments, K clients, R = E * K rows, C classes.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import jax
@@ -26,6 +27,14 @@ from fedjax_pcdd.trees import total
 def _kept_sums(statistics: Tree, slots: jax.Array, shares: jax.Array) -> Tree:
     """Sums over the clients in some slots [n], each weighted by its share [E, n]."""
     return jax.tree.map(lambda x: jnp.tensordot(shares.astype(x.dtype), x[slots], 1), statistics)
+
+
+def _paced(results: Iterable[Tree]) -> Iterator[Tree]:
+    """The results, of which at most two are being computed, so that memory holds the samples of two."""
+    former = ()
+    for result in results:
+        jax.block_until_ready(former)
+        yield (former := result)
 
 
 @dataclass
@@ -62,7 +71,7 @@ class Evaluator:
         """Correct predictions of the global models and ensembles: `generic` and `further` of an `Evaluation`."""
         batch, layers = self.program.eval_batch_of(self.program.experiments), self.mean_layers(state)
         counts = (self.generic_correct(self.methods, state.servers, layers, data) for data in self._whole_test(batch))
-        generic, further = total(counts)
+        generic, further = total(_paced(counts))
         if self.methods.traits().ensemble:
             further = {**further, "ensemble": self._ensemble(state)}
         return generic, further
@@ -74,7 +83,7 @@ class Evaluator:
             batch = self.program.eval_batch_of(self.program.blocks.size)
             tests = [self.streamed.of_tests(rows)] if self.streamed and own else self._whole_test(batch)
             counts = (self.personal_correct(own, self.methods, fetched, data, rows, slots) for data in tests)
-            correct[rows] = np.asarray(total(counts))
+            correct[rows] = np.asarray(total(_paced(counts)))
         return correct
 
     def mean_layers(self, state: State) -> Tree:
@@ -83,21 +92,22 @@ class Evaluator:
             return ()
         shares = self.weights / self.weights.sum(1, keepdims=True)
         by_row = np.einsum("ek,ed->edk", shares, np.eye(len(shares))).reshape(len(shares), -1)  # [E, R]
-        mean = total(
+        sums = (
             _kept_sums({k: v for k, v in held.statistics.items() if k != OPTIMISER}, slots, by_row[:, rows] * first)
             for held, rows, slots, first in self._portions(state)
         )
-        return distribute(mean, self.program.devices)
+        return distribute(total(_paced(sums)), self.program.devices)
 
     def _ensemble(self, state: State) -> jax.Array:
         """Correct predictions [E, C] of the mean of all clients' softmax outputs."""
         batch = self.program.eval_batch_of(self.program.blocks.size)
-        sums = (
-            [self.softmax_sums(self.methods, fetched, data, rows, slots, first) for data in self._whole_test(batch)]
-            for fetched, rows, slots, first in self._portions(state)
-        )
-        chunks = zip(total(sums), self._whole_test(batch), strict=True)
-        return total(self.ensemble_correct(*chunk) for chunk in chunks)
+
+        def sums(fetched, rows, slots, first):
+            tests = self._whole_test(batch)
+            return list(_paced(self.softmax_sums(self.methods, fetched, data, rows, slots, first) for data in tests))
+
+        chunks = zip(total(starmap(sums, self._portions(state))), self._whole_test(batch), strict=True)
+        return total(_paced(self.ensemble_correct(*chunk) for chunk in chunks))
 
     def _whole_test(self, batch: int) -> Iterable[Data]:
         return self.streamed.whole_test(batch) if self.streamed else [self.data]

@@ -161,7 +161,7 @@ def empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]
     leading = () if program.experiments == 1 else (program.experiments,)
     mean, total = zeros_like((message.mean, message.total), *leading)
     reduced = Message(mean, total, zeros_like(message.each, jobs))
-    loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
+    loss = jnp.zeros(jobs, jnp.result_type(float))
     before = jnp.zeros((jobs, program.tests_epochs, program.counts), jnp.int32)
     correct = jnp.zeros((jobs, program.counts), jnp.int32)
     clients, statistics = state.clients, state.statistics

@@ -202,7 +202,7 @@ def load_data(federations: Sequence[Federation], public: Any = None, whole: Whol
 class Report(NamedTuple):
     """What a round reports to the host."""
 
-    loss: jax.Array  # [J] mean training loss of each job, NaN for a job without steps
+    loss: jax.Array  # [J] mean training loss of each job, 0 for a job without steps
     correct: jax.Array  # [J, C] (`Program.counts`) correct predictions of the model just trained, on its client's tests
     before: jax.Array  # [J, epochs, C] the same before each local epoch; no epochs if not requested
 

@@ -309,10 +309,14 @@ class Simulation(Planner):
         return self.storage.store(state, after, *self._seen(*plan)), report
 
     def _in_chunks(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
-        """One round, whose samples are sent in chunks, each while the device computes the one before."""
+        """One round, whose samples are sent in chunks, each while the device computes the one before.
+
+        The one before must be computed when the next is sent, or memory would hold more than two.
+        """
         chunks, kept, work = self._chunked_work(state, round, plan)
         carry: Any = None
         for chunk in chunks:
+            jax.block_until_ready(carry)
             carry = carry or self._begin(chunk.data, kept, work)
             carry = self._part(chunk.data, carry, work, chunk.plan, chunk.first, chunk.stop)
         outcome = carry[1]

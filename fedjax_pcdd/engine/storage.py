@@ -11,6 +11,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
@@ -118,9 +119,9 @@ class Ahead(NamedTuple):
     held: tuple[Tree, Tree]  # clients and statistics on the device
 
 
-@on_leaves
+@partial(on_leaves, donate_argnums=0)
 def _replaced(held: jax.Array, new: jax.Array, *, source: jax.Array) -> jax.Array:
-    """Row i becomes new[source[i]] where source[i] is not -1."""
+    """Row i becomes new[source[i]] where source[i] is not -1; `held` is donated."""
     replaced = (source >= 0).reshape(-1, *[1] * (held.ndim - 1))
     return jnp.where(replaced, new[jnp.maximum(source, 0)], held)
 
@@ -333,5 +334,6 @@ class OnDisk(OnHost):
 
     def release(self):
         """Let what was read and written leave memory: the file has it."""
-        for memory in self._files:
-            memory.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache
+        for reference in self._files.keyrefs():  # at once, as another thread may make a state meanwhile
+            if memory := reference():
+                memory.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache

@@ -2,8 +2,9 @@
 
 What a round sees is a `Data` whose samples are a *shard*: those of the jobs, job by job, so that positions replace the
 numbers that samples have in the data set; `Samples.numbers` keeps these for random draws by sample. Shapes depend on
-the federation alone. Each of several devices has a shard, of its own jobs. If memory does not hold a cohort's samples,
-a round goes through *chunks* of its segments, and memory holds the samples of a chunk's jobs.
+the federation alone. Each of several devices has a shard, of its own jobs. Memory holds two, as the next one is sent
+while one is in use; if they do not fit, a round goes through *chunks* of its segments, and memory holds the samples of
+two chunks' jobs.
 Letters: J jobs, R rows, M samples of a shard, D devices, L lanes.
 """
 
@@ -133,20 +134,24 @@ class Streamed:
         self._ahead: tuple[np.ndarray, Data] | None = None
 
     def _rooms_of_chunks(self, rows: int) -> list[int] | None:
-        """M of a chunk of a round, for both splits, that fits the memory; None if a whole round fits."""
-        splits = (self.train, self.test)
+        """M of a chunk of a round, for both splits, that fits half of the memory; None if a whole round does.
+
+        The other half is for the samples that are sent meanwhile.
+        """
+        splits, memory = (self.train, self.test), self.memory // 2
         needed = [split.room * split.images.width for split in splits]
-        if sum(needed) <= self.memory:
+        if sum(needed) <= memory:
             return None
         least = [split.room_of(self.lanes) * split.images.width for split in splits]
-        if self.devices > 1 or sum(least) > self.memory:
+        if self.devices > 1 or sum(least) > memory:
             at_once = needed if self.devices > 1 else least
             group = f"{rows} clients on each of {self.devices} devices" if self.devices > 1 else f"{self.lanes} clients"
             raise UserError(
-                f"the samples of {group} have up to {sum(at_once) / 1e6:.3g} MB, more than the {self.memory / 1e6:.3g} "
-                "MB of `data_memory`: allow more, or choose a smaller `cohort` or fewer `lanes`."
+                f"the samples of {group} have up to {sum(at_once) / 1e6:.3g} MB, more than half of the "
+                f"{self.memory / 1e6:.3g} MB of `data_memory`, whose other half is for those that are sent meanwhile: "
+                "allow more, or choose a smaller `cohort` or fewer `lanes`."
             )
-        share = (self.memory - sum(least)) / (sum(needed) - sum(least))
+        share = (memory - sum(least)) / (sum(needed) - sum(least))
         return [
             max(1, int(low + share * (high - low)) // split.images.width, split.room_of(self.lanes))
             for split, low, high in zip(splits, least, needed, strict=True)

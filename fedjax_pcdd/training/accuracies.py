@@ -6,7 +6,6 @@ Letters: K clients, C classes, S cohort.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,8 +18,12 @@ from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN, accuracy, balanced, mean, personal, plain, spread
 from fedjax_pcdd.training.protocols import Protocol, by_epoch, needs_epochs, rules
 from fedjax_pcdd.training.trained_models import parts_of
+from fedjax_pcdd.trees import on_leaves
 
 MANY = 1000  # clients; with more, models as received (an extra test pass per evaluated round) only on request
+
+
+_copied = on_leaves(jnp.copy)  # one program for all leaves
 
 
 class Accuracies(Callback):
@@ -49,7 +52,7 @@ class Accuracies(Callback):
         """Measure the initial models if needed: until a client makes a step, its personal model is the initial one."""
         run.history.select_on = self.select_on
         if self.keeps_best and not run.round:
-            run.best = self._copy(run)
+            run.best = _copied(run.generic)
         if not run.round and self._has_idle_client(run):
             correct = run.evaluate(personal=True)[0].personal
             self._take(run, np.arange(len(correct)), correct, self._measured(run))
@@ -61,8 +64,8 @@ class Accuracies(Callback):
         if run.traits.personal_model == "local":
             self.trained(run, report, report.correct)
         if run.traits.recorded:
-            server = parts_of(run.simulation)[0].of(run.state).servers
-            row |= {name: float(np.array(getattr(server, name))[0]) for name in run.traits.recorded}
+            servers = parts_of(run.simulation)[0].of(run.runs.state).servers  # of all experiments: no copy is made
+            row |= {name: float(np.array(getattr(servers, name))[run.index]) for name in run.traits.recorded}
         run.history.rows.append(row)
         if run.round % self.every == 0 or run.round == run.rounds:
             self.complete(run, report)
@@ -77,7 +80,7 @@ class Accuracies(Callback):
             small = run.federation.num_clients <= MOST_WRITTEN
             row["pa_per_client"] = plain(run.history.pa_clients) if small else None
         if self.keeps_best and run.history.is_best("ga"):
-            run.best = self._copy(run)
+            run.best = _copied(run.generic)
 
     def measure(self, run: Run, row: dict[str, Any], report: RoundReport) -> None:
         """Fill in GA, PA under each protocol and GA of each class."""
@@ -171,9 +174,6 @@ class Accuracies(Callback):
             run.history.update_clients(clients, pa[1], f"pa_{protocol}")
         for name, values in other_accuracies if self.rule in protocols else ():
             run.history.update_clients(clients, values, name)
-
-    def _copy(self, run: Run) -> Any:
-        return jax.tree.map(jnp.copy, run.generic)
 
 
 class LastRound(Callback):

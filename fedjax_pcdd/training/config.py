@@ -168,7 +168,8 @@ class RunConfig:
         "where samples are stored: on the device, or on the host, which sends a cohort's samples while the device "
         "computes; auto: on the host if they exceed a third of the device's free memory")
     data_memory: int | None = run_option(None, "run",
-        "device memory in MB (10^6 bytes) for samples that are sent from the host; by default a third of what is free",
+        "device memory in MB (10^6 bytes) for samples that are sent from the host, those in use and the next ones; by "
+        "default a third of what is free",
         low=1)
     client_state: Literal["device", "host", "disk"] = run_option("device", "run",
         "where clients' states are stored between rounds: use host or disk if clients times parameters exceed the "

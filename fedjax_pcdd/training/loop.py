@@ -126,7 +126,11 @@ class Run(TrainedModels):
     @property
     def generic(self) -> Tree:
         """Variables [1, ...] of the model that GA is measured on."""
-        return jax.vmap(self.method.generic_variables)(self.state.servers)
+        if len(self.runs) == 1 or self.stopped:
+            servers = self.state.servers
+        else:  # without a copy of the clients, which `state` makes
+            servers = _rows(self.runs.state.servers, index=np.int32(self.index), size=1)
+        return jax.vmap(self.method.generic_variables)(servers)
 
     def evaluate(self, *, personal: bool) -> tuple[Evaluation, float]:
         """Correct predictions, as in `Simulation.evaluate`, and this experiment's share of the seconds they took."""
@@ -196,8 +200,11 @@ class Runs:
 
         while self.round < self.rounds:
             start_time, jobs = perf_counter(), self.plan[1]
+            for run in self._members:  # copies of what is donated now would take memory during the round
+                run._own = run._own if run.stopped else None
             self.state, report = self.simulation.step(self.state, self.round, self.plan, next_plan)
-            loss, correct, before = (np.array(column) for column in report)
+            loss, correct, before = map(np.array, jax.device_get(report))  # one wait for all
+            loss[jobs.steps == 0] = np.nan  # not on the device, for `jax_debug_nans`
             self._rows = jobs.row
             self.round += 1
             yield RoundReport(jobs, loss, correct, before, perf_counter() - start_time)
@@ -211,7 +218,7 @@ class Runs:
         cached = self._counts
         if cached is None or cached[:2] != (self.round, personal):
             start_time = perf_counter()
-            counts = jax.tree.map(np.array, self.simulation.evaluate(self.state, personal=personal))
+            counts = jax.tree.map(np.array, jax.device_get(self.simulation.evaluate(self.state, personal=personal)))
             cached = self._counts = self.round, personal, counts, (perf_counter() - start_time) / len(self)
         return cached[2:]
 

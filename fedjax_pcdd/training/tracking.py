@@ -108,7 +108,7 @@ class Tracker:
         if any(not _has_samples(part.simulation, self.between) for part in self.parts):
             raise UserError(
                 "`track` looks at more samples than are on the device: use `data=device`, or one device and a "
-                "`data_memory` that holds those of a cohort."
+                "`data_memory` that holds those of two cohorts."
             )
         programs = [part.simulation.program for part in self.parts]
         pairs = [(program, partial(_look, program, self.names)) for program in programs]

@@ -595,6 +595,14 @@ def test_examples_in_the_python_api_docs_run(tmp_path, monkeypatch, capsys):
     assert "FedGELA" in capsys.readouterr().out
 
 
+def test_strict_promotion_is_refused_and_can_be_switched_off_for_a_run(federation):
+    with jax.numpy_dtype_promotion("strict"):
+        with pytest.raises(fp.UserError, match=r"refuse it .*: call it within `with jax\.numpy_dtype_promotion\("):
+            fp.simulate(federation, "fedavg", **small())
+        with jax.numpy_dtype_promotion("standard"):
+            assert len(fp.simulate(federation, "fedavg", **small(rounds=1))) == 1
+
+
 def test_double_precision_is_refused_and_can_be_switched_off_for_a_run(federation):
     with jax.enable_x64(True):
         with pytest.raises(

@@ -228,6 +228,20 @@ def test_unknown_crop_is_refused():
         Pipeline(crop="mirror")
 
 
+def test_an_own_augmentation_draws_by_keys_that_no_crop_flip_or_angle_has():
+    images, key = jnp.zeros((3, 4, 4, 1)), jax.random.key(0)
+
+    def drawn(pipeline):
+        return np.asarray(prepare(pipeline, images, key, train=True))
+
+    def noise(image, key):
+        return jax.random.uniform(key, image.shape)
+
+    of_draws = jax.vmap(noise)(images, jax.random.split(key, 3))
+    np.testing.assert_array_equal(drawn(Pipeline(own=noise)), of_draws)  # without crop, flip or angle: never drawn
+    assert not np.isclose(drawn(Pipeline(own=noise, flip=True)), of_draws).any()
+
+
 def test_padding_changes_no_draw_of_an_own_augmentation():
     def noisy(image, key):
         return image + jax.random.normal(key, image.shape)

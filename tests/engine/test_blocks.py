@@ -1,6 +1,11 @@
 """Blocks: which are chosen for a device that launches kernels, and which loops remain in its program."""
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -16,6 +21,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.blocks import PADDING, WAITING, Blocks, Pass, block_size, choose_blocks, choose_quantum
 from fedjax_pcdd.engine.blocks import client_pass as pass_of
+from fedjax_pcdd.engine.evaluation import by_client
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.schedule import layout
@@ -207,3 +213,19 @@ def test_fine_tuning_in_blocks_equals_fine_tuning_without_blocks(block):
         return state.servers, report
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), tuned(lanes=3, block=block), tuned())
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 16])
+def test_blocks_that_do_not_divide_the_clients_copy_none_of_them_and_are_traced_once(size):
+    clients, traced = np.random.default_rng(0).normal(size=(10, 3000)).astype(np.float32), []
+
+    def spread(client):
+        traced.append(client)
+        return jnp.sort(client)[-1] - client.min()
+
+    program: Any = SimpleNamespace(blocks=Blocks(size))
+    lowered = jax.jit(partial(by_client, program, spread)).lower(clients)
+    assert len(traced) == 1
+    compiled = lowered.compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2.1 * min(size, 10) * clients[0].nbytes
+    np.testing.assert_array_equal(compiled(clients), np.ptp(clients, 1))

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import weakref
 
 import jax
 import numpy as np
@@ -74,12 +75,14 @@ def test_prefetched_rows_are_updated_by_the_round_in_between():
     storage = OnHost(4, chunk=2)
     before = State((), {"w": np.arange(4.0)}, {"s": np.arange(4.0) * 2})
     storage.prefetch(before, np.array([0, 3, 2]))
+    held = storage._ahead.held
     after = State((), {"w": np.array([10.0, 20.0])}, {"s": np.array([30.0, 40.0])})
     state = storage.store(before, after, np.array([2, 0]), np.array([False, True]))
     state.clients["w"][3] = np.nan  # prefetched rows are not read again
     fetched = storage.fetch(state, np.array([0, 3, 2]))
     assert np.array(fetched.clients["w"]).tolist() == [20.0, 3.0, 2.0]
     assert np.array(fetched.statistics["s"]).tolist() == [40.0, 6.0, 4.0]
+    assert all(array.is_deleted() for array in jax.tree.leaves(held))  # its memory is that of the new rows
 
 
 def test_prefetched_rows_serve_no_other_rows_and_no_other_state():
@@ -117,6 +120,21 @@ def test_a_copy_of_clients_on_disk_has_all_rows_and_shares_none():
     np.testing.assert_array_equal(storage.get(copy, all_rows), values)
     storage.put(copy, all_rows, -values)
     np.testing.assert_array_equal(storage.get(array, all_rows), values)
+
+
+def test_another_thread_may_make_a_state_while_what_was_read_leaves_memory(monkeypatch):
+    made = []
+
+    class Memory:
+        def madvise(self, advice):
+            made.append(Memory())
+            files[made[-1]] = 0
+
+    first, files = Memory(), weakref.WeakKeyDictionary()
+    files[first] = 0
+    monkeypatch.setattr(OnDisk, "_files", files)
+    OnDisk(4, chunk=2).release()
+    assert len(made) == 1
 
 
 def test_the_file_of_an_unused_state_is_closed():

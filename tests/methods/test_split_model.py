@@ -91,6 +91,13 @@ def test_the_ensemble_predicts_by_the_mean_softmax_of_all_personal_models(name, 
     assert np.array(simulated.evaluate(state).further["ensemble"]).sum() == correct.sum()
 
 
+def test_the_ensembles_sum_has_no_scatter_whose_order_may_vary_on_a_gpu():
+    simulated = toy.simulation("lgfedavg", record_ensemble=True)
+    rows = np.arange(5)
+    arguments = simulated.methods, simulated.start(), simulated.data, rows, rows, np.ones(5, bool)
+    assert "scatter" not in simulated.evaluator.softmax_sums.lower(*arguments).as_text()
+
+
 def test_the_ensemble_is_recorded_only_if_asked():
     simulated = toy.simulation("lgfedavg")
     assert simulated.evaluate(simulated.start()).further == {}

@@ -6,7 +6,8 @@ import pytest
 from in_memory import trained
 
 import fedjax_pcdd as fp
-from fedjax_pcdd.training.accuracies import Accuracies
+from fedjax_pcdd.engine.devices import CompileClock
+from fedjax_pcdd.training.accuracies import Accuracies, _copied
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.loop import Callback, Progress, loop
 from fedjax_pcdd.training.metrics import new_history
@@ -52,6 +53,15 @@ def test_a_rounds_loss_weights_clients_by_samples_as_model_averaging_does():
     history = fp.simulate(federation, callbacks=[lambda run, report: reports.append(report)], **options)
     (report,) = reports
     assert history.loss[0] == pytest.approx(np.average(report.loss, weights=federation.sizes[report.jobs.row]))
+
+
+def test_a_model_is_copied_by_one_program_and_shares_no_memory_with_the_copy():
+    model, clock = {name: jax.numpy.arange(2.0 * n).reshape(2, n) for n, name in ((17, "w"), (13, "b"))}, CompileClock()
+    copy = _copied(model)
+    assert clock.count == 1
+    for name, leaf in model.items():
+        np.testing.assert_array_equal(copy[name], leaf)
+        assert not np.shares_memory(copy[name], leaf)
 
 
 class FixedAccuracies(Accuracies):

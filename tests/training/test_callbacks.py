@@ -9,15 +9,22 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import toy
+from flax import struct
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import runs
+from fedjax_pcdd.engine.program import Report, State
+from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Method as FedAvg
+from fedjax_pcdd.methods.method import Server
+from fedjax_pcdd.training.accuracies import Accuracies
 from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.lock import Lock
-from fedjax_pcdd.training.loop import Progress, loop
+from fedjax_pcdd.training.loop import Each, Progress, Runs, loop
 from fedjax_pcdd.training.metrics import History, new_history
 from fedjax_pcdd.training.tasks import setup
 
@@ -503,3 +510,61 @@ def test_a_state_that_no_resumed_run_gets_back_is_warned_of(takes_back):
         [] if takes_back else ["Counter has a state, but no restore(state) that takes it back when a run is resumed"]
     )
     assert [str(warning.message).split(":")[0] for warning in given] == sentences
+
+
+def test_what_a_round_reports_is_copied_to_the_host_at_once_where_jobs_without_steps_have_no_loss():
+    events = []
+
+    class OnDevice:
+        def copy_to_host_async(self):
+            events.append("begin")
+
+        def __array__(self, dtype=None, copy=None):
+            events.append("end")
+            return np.zeros((1, 2, 3))
+
+    jobs = Jobs(*np.zeros((7, 1), int))
+    simulation = SimpleNamespace(
+        methods=FedAvg(), federations=[toy.federation()], plan=lambda _: (None, jobs),
+        step=lambda state, *_: (state, Report(OnDevice(), OnDevice(), OnDevice())),
+        evaluate=lambda state, personal: (OnDevice(), OnDevice()),
+    )  # fmt: skip
+    runs = Runs(simulation, State((), (), ()), 1)
+    (report,) = runs.train()
+    assert np.isnan(report.loss).all()
+    np.testing.assert_array_equal(report.correct, np.zeros((1, 2, 3)))
+    assert events == ["begin"] * 3 + ["end"] * 3
+    runs.evaluate(personal=False)
+    assert events[6:] == ["begin"] * 2 + ["end"] * 2
+
+
+@struct.dataclass
+class Recording(FedAvg):
+    def traits(self):
+        return super().traits()._replace(recorded=("variables",))
+
+
+def test_models_of_several_experiments_are_read_without_copies_of_clients_and_such_copies_end_with_the_round():
+    federation, jobs, copies = toy.federation(), Jobs(*np.zeros((7, 2), int)), []
+
+    def count_copies():
+        copies.append(sum(array.shape == (federation.num_clients, 11) for array in jax.live_arrays()))
+
+    def step(state, *_):
+        count_copies()
+        return state, Report(np.zeros(2), np.zeros((2, toy.CLASSES)), np.zeros((2, 0, toy.CLASSES)))
+
+    class Look(fp.Callback):
+        def on_round(self, run, report):
+            Accuracies("recording", every=9).on_round(run, report)
+            assert run.history.rows[-1]["variables"] == run.generic == run.index
+            count_copies()
+            _ = run.index == 1 and run.state
+            return run.round == 3 - run.index
+
+    simulation = SimpleNamespace(
+        methods=Recording(), federations=[federation] * 2, cohort_size=1, step=step, plan=lambda _: (None, jobs)
+    )
+    state = State(Server(jax.numpy.arange(2.0)), jax.numpy.zeros((2 * federation.num_clients, 11)), ())
+    loop(simulation, state, 4, [Each([[Look()], [Look()]])])
+    assert copies == [0, 0, 0, 0, 0, 0, 1, 1]  # of the second, which has ended, only in the last round
