@@ -404,6 +404,33 @@ def test_a_server_counts_the_clients_that_trained():
     assert state.servers.count == 2  # client 0 has one sample, a batch 8
 
 
+class Seen(NamedTuple):
+    variables: dict
+    anyone: jax.Array
+    total: jax.Array
+
+
+@struct.dataclass
+class Drifting(Method):
+    """Its server sums into fields of narrower types."""
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Seen(variables, jnp.zeros((), bool), jnp.zeros((), jnp.uint8))
+
+    def aggregate(self, server, message, weights, context):
+        total = server.total + context.count
+        return Seen(message.mean, server.anyone + context.count, total)
+
+
+@pytest.mark.thorough
+def test_the_servers_state_keeps_the_dtypes_of_init_server():
+    simulated = toy.simulation(method=Drifting(), last_batch="keep")
+    first = simulated.start()
+    after = toy.train(simulated)[0]
+    assert jax.tree.map(lambda x: x.dtype, after.servers) == jax.tree.map(lambda x: x.dtype, first.servers)
+    assert (bool(after.servers.anyone[0]), int(after.servers.total[0])) == (True, 9)
+
+
 @pytest.mark.thorough
 def test_evaluation_counts_every_test_sample_once():
     simulated = toy.simulation(cohort=5)
