@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.errors import UserError, shortened
+from fedjax_pcdd.trees import summable
 
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
@@ -76,7 +77,10 @@ def _array(leaf: Any) -> Any:
 
 
 def sendable(method: Any, hook: str, message: Any) -> Any:
-    """The message; UserError if a leaf is no number, or in `mean` no real one, which its weight would cut off."""
+    """The message in dtypes that sums over clients fit in.
+
+    UserError if a leaf is no number, or in `mean` no real one, which its weight would cut off.
+    """
     for path, leaf in jax.tree.leaves_with_path(message):
         if not (isinstance(leaf, int | float) or hasattr(leaf, "dtype")):
             raise UserError(f"{_name(method)}.{hook} must send numbers; {_written(path)} is {shortened(leaf)}.")
@@ -87,7 +91,7 @@ def sendable(method: Any, hook: str, message: Any) -> Any:
                 f"{_name(method)}.{hook} must send real numbers in the message's mean, which is weighted; {actual}: "
                 "convert it, or send it in total or each."
             )
-    return message
+    return message._replace(mean=summable(message.mean), total=summable(message.total))
 
 
 def _real(leaf: Any) -> bool:
