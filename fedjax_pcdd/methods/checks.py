@@ -1,6 +1,7 @@
 """Checks of what hooks return, made when they are traced: one sentence names the method and hook of a mistake."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import chex
@@ -8,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from fedjax_pcdd.errors import UserError, shortened
 from fedjax_pcdd.trees import summable
@@ -127,8 +129,28 @@ def _kind(value: Any) -> str:
 
 
 def built(method: Any, model: Any) -> Any:
-    """The model that a method builds from the plain one; UserError if it is no Flax module."""
-    return of_kind(method, "build", method.build(model), nn.Module)
+    """The model that a method builds from the plain one.
+
+    UserError if it is no Flax module, or depends on a traced field: experiments that differ in one share the model.
+    """
+    result = of_kind(method, "build", method.build(model), nn.Module)
+    check_static(method, "build", lambda traced: hash(traced.build(model)))  # traced numbers have no hash
+    return result
+
+
+def check_static(method: Any, hook: str, function: Callable[[Any], Any]) -> None:
+    """UserError if a function of the method, which does not fail by itself, needs the values of traced fields."""
+    found: list[Any] = []
+
+    def call(traced):
+        with jax.ensure_compile_time_eval():  # arrays that follow from static fields alone have values
+            found.append(function(traced))
+
+    with suppress(TypeError):  # JAX's errors are among them
+        jax.eval_shape(call, method)
+    if not found or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(found)):
+        sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)."
+        raise UserError(f"{_name(method)}.{hook} {sentence}")
 
 
 def of_model(method: Any, hook: str, variables: Any) -> Any:

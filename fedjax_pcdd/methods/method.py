@@ -418,7 +418,10 @@ class Method:
         return Traits()
 
     def build(self, model: Classifier) -> Classifier:
-        """The model that this method trains, derived from the plain one (another neck, no bias, no head)."""
+        """The model that this method trains, derived from the plain one (another neck, no bias, no head).
+
+        May depend on static fields only.
+        """
         return model
 
     def configure(self, setting: Setting, hyper: Local) -> tuple["Method", list[str]]:
