@@ -33,6 +33,15 @@ def shaped(method: Any, hook: str, value: Any, *shape: int) -> Any:
     return value
 
 
+def leading(method: Any, hook: str, tree: Any, *axes: int) -> Any:
+    """The tree that a hook returned; UserError if a leaf does not begin with these axes."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if (shape := jnp.shape(leaf))[: len(axes)] != axes:
+            actual = f"{_written(path)} has the shape {list(shape)}"
+            raise UserError(f"{_name(method)}.{hook} must return targets of shape {list(axes)} and on; {actual}.")
+    return tree
+
+
 def numbers(method: Any, hook: str, tree: Any) -> Any:
     """The tree that a hook returned; UserError if one of its leaves is neither an array nor a number.
 
