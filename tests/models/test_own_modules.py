@@ -417,6 +417,28 @@ def test_normalisation_params_of_nnx_are_found_by_their_paths():
     )
 
 
+class Wrapped(nn.Module):
+    """Norms within transformations of Flax, one of them in a part of the model."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.remat(nn.LayerNorm)()(nn.Dense(4)(x.reshape(len(x), -1)))
+        x = nn.jit(nn.BatchNorm)(use_running_average=not train)(x)
+        return nn.remat(Inner)()(x)
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(nn.LayerNorm)()(nn.Dense(4)(x))
+
+
+def test_normalisation_params_of_norms_within_transformations_are_theirs_alone():
+    names = ("CheckpointLayerNorm_0",), ("JitBatchNorm_0",), ("CheckpointInner_0", "JitLayerNorm_0")
+    expected_paths = {("backbone", *name, leaf) for name in names for leaf in ("scale", "bias")}
+    assert normalisation_params(built(Wrapped()), SHAPE) == tuple(sorted(expected_paths))
+
+
 class Bare(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(1, use_bias=False, use_scale=False, rngs=rngs)
