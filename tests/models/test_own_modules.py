@@ -235,6 +235,29 @@ def test_masked_samples_stay_out_of_the_statistics_of_their_patches():
     assert_statistics_are_of_the_valid_samples(built(Patches))
 
 
+class TimeFirst(nn.Module):
+    """A norm over [T, B, 4]; T may be a multiple of B."""
+
+    steps: int = 12
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        rows = nn.Dense(4)(x.reshape(1, len(x), -1)).repeat(self.steps, 0)
+        return nn.BatchNorm(use_running_average=not train)(rows).mean(0)
+
+
+class NnxTimeFirst(NnxNet):
+    def __call__(self, x):
+        return self.norm(jnp.moveaxis(self.conv(x), 0, 1)).mean((0, 2))
+
+
+@pytest.mark.parametrize("module", [TimeFirst(12), TimeFirst(5), NnxTimeFirst])
+def test_a_batch_norm_whose_input_does_not_begin_with_the_samples_is_refused(module):
+    sentence = "the input of a batch norm must begin with the axis of the samples, as padding would count: transpose it"
+    with pytest.raises(UserError, match=sentence):
+        built(module)
+
+
 class OwnNorm(nnx.BatchNorm):
     pass
 
