@@ -43,7 +43,7 @@ def leading(method: Any, hook: str, tree: Any, *axes: int) -> Any:
 
 
 def numbers(method: Any, hook: str, tree: Any) -> Any:
-    """The tree that a hook returned; UserError if one of its leaves is neither an array nor a number.
+    """The tree that a hook returned; UserError if one of its leaves is neither an array of numbers nor a number.
 
     Python's numbers become arrays, and weak types strong ones: a round returns these, so that the second would be
     compiled anew.
@@ -51,6 +51,8 @@ def numbers(method: Any, hook: str, tree: Any) -> Any:
     for leaf in jax.tree.leaves(tree):
         if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float)):
             raise UserError(f"{_name(method)}.{hook} must return arrays, not {type(leaf).__name__}.")
+        if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key):
+            raise UserError(f"{_name(method)}.{hook} cannot keep a random key: keep jax.random.key_data(key).")
     return jax.tree.map(_strong, tree)
 
 
