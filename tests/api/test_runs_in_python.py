@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import subprocess
 import sys
 import types
 
@@ -353,6 +354,64 @@ def test_the_newest_definition_of_a_class_is_the_one_that_is_loaded(federation, 
             )
     finally:
         fp.methods.METHODS.data.pop("Signed", None)
+
+
+KEEP_AND_LION = """
+import optax
+from flax import struct
+
+import fedjax_pcdd as fp
+
+
+@struct.dataclass
+class Keep(fp.Method):
+    "FedAvg."
+
+
+@fp.register_server_optimiser("own-lion")
+@struct.dataclass
+class Lion(fp.ServerOptimised):
+    "Signs."
+
+    def server_rule(self):
+        return optax.scale_by_sign()
+"""
+RESUMED = """
+import sys
+import fedjax_pcdd as fp
+
+assert fp.load_run(sys.argv[1]).method.server_lr == 0.5
+print(fp.resume(sys.argv[1]).ga.tolist())
+"""
+
+
+def stopping(run, report):
+    if run.round == 2:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("fedavg+adam", "fedavg+adam"),
+        ("own.py:Keep+sam+adam", "Keep+sam+adam"),
+        ("own.py:Keep+own.py:Lion", "Keep+own-lion"),
+    ],
+)
+def test_a_method_with_suffixes_is_found_again_in_another_process(federation, tmp_path, monkeypatch, name, label):
+    monkeypatch.setattr(fp.methods.SERVER_OPTIMISERS, "data", dict(fp.methods.SERVER_OPTIMISERS.data))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(KEEP_AND_LION)
+    method, options = fp.methods.get(name)(server_lr=0.5), {"rounds": 2, "model": "mlp", **SMALL}
+    whole = fp.simulate(federation, method, **options)
+    with pytest.raises(KeyboardInterrupt):
+        fp.simulate(federation, method, run_dir="run", callbacks=[stopping], **options)
+    command = [sys.executable, "-c", RESUMED, str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == whole.ga.tolist()
+    assert whole.label == fp.load_run("run").label == label
 
 
 @pytest.mark.thorough
