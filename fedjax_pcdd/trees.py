@@ -32,6 +32,17 @@ def add_scaled(total: Tree, tree: Tree, scale: jax.Array | float) -> Tree:
     return jax.tree.map(lambda t, x: (t + scale * x).astype(t.dtype), total, tree)
 
 
+def summable(tree: Tree) -> Tree:
+    """The tree in dtypes for sums: floats of fewer than 32 bits as float32, such integers and booleans as int32."""
+
+    def wide(leaf):
+        dtype = jnp.result_type(leaf)
+        target = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+        return jnp.asarray(leaf, target) if dtype.itemsize < 4 else leaf
+
+    return jax.tree.map(wide, tree)
+
+
 def select(tree: Tree, row: Any) -> Tree:
     """Row of a stacked tree: leaf[row] for leaves [S, ...]; `row` may be traced."""
     leaves = jax.tree.leaves(tree)

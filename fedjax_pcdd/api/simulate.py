@@ -4,6 +4,7 @@ Letters: K clients, C classes, T rounds.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, is_there, nearest, shortened
 from fedjax_pcdd.methods.method import Method
-from fedjax_pcdd.registry import origin_of, takes
+from fedjax_pcdd.methods.wrappers import SEPARATOR, in_front
+from fedjax_pcdd.registry import Registry, origin_of, takes
 from fedjax_pcdd.training.build import share_kept
 from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
 from fedjax_pcdd.training.config import RUN, RunConfig, as_read
@@ -149,8 +151,9 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
         if not isinstance(getattr(method, own), int | float | str | None):
             raise UserError(f"`{own}` is not a number or a name, which is all that a run folder holds: drop `run_dir`.")
     assert given.federation is not None
-    if config.method == type(method).__name__:
-        methods.METHODS.register(config.method)(type(method))  # a class of the calling script, which may load the run
+    for registry, cls in _parts(type(method)):
+        if _part_name(registry, cls) == cls.__name__:
+            registry.register(cls.__name__)(cls)  # a class of the calling script, which may load the run
     load_options = LOADED.get(given.federation.dataset)
     if load_options and config.data_dir not in (None, load_options.get("data_dir", config.data_dir)):
         load_options = None  # the public images lie elsewhere, and the options of a run know one folder
@@ -205,13 +208,30 @@ def _known(options: Mapping[str, Any], method: Method) -> Mapping[str, Any]:
 
 
 def _name(method: Method | str) -> str:
-    """A method's name on the command line, or its import path; if it has neither, the name of its class."""
+    """A method's name on the command line."""
     if isinstance(method, str):
         return method
-    cls = type(method)
-    name = next((name for name, registered in methods.METHODS.data.items() if registered is cls), None)
+    return SEPARATOR.join(_part_name(registry, cls) for registry, cls in _parts(type(method)))
+
+
+def _parts(cls: type[Method]) -> list[tuple[Registry, type[Method]]]:
+    """The classes that a class with suffixes is made of, in the order of its name, and where these have their names."""
+    recipe = vars(cls).get("_recipe")
+    if recipe is None or recipe.function is not in_front:
+        return [(methods.METHODS, cls)]
+    addition, _, behind, _ = recipe.args
+    return [*_parts(behind), (methods.SERVER_OPTIMISERS, addition)]
+
+
+def _part_name(registry: Registry, cls: type[Method]) -> str:
+    """The name of one of these classes, or its import path; if it has neither, as it is written in the code."""
+    known = methods.METHODS.data if registry is methods.METHODS else methods.known_suffixes()
+    name = next((name for name, registered in known.items() if registered is cls), None)
     origin = None if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__ else origin_of(cls)
-    return name or (f"{origin.path}:{origin.object}" if origin else cls.__name__)
+    if name or origin is None:
+        return name or cls.__name__
+    in_package = getattr(sys.modules[cls.__module__], "__package__", "")  # relative imports need its module's name
+    return f"{cls.__module__ if in_package else origin.path}:{origin.object}"
 
 
 def _config(federation: Federation, options: Mapping[str, Any]) -> RunConfig:

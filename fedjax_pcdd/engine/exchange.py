@@ -18,7 +18,7 @@ from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.jobs import only
 from fedjax_pcdd.engine.program import Data, Program, Tree, lift
-from fedjax_pcdd.methods.checks import flags, of_kind, same_shapes, scalar
+from fedjax_pcdd.methods.checks import flags, leading, of_kind, same_shapes, scalar
 from fedjax_pcdd.methods.method import Context, Keys, Local
 from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, model_of, over_all, with_model
 from fedjax_pcdd.trees import select
@@ -68,7 +68,7 @@ def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tre
     targets = None
     if exchange.method.traits().targets == "round":
         answers = table.in_order([exchange.say_all(g, group, public) for g, group in enumerate(groups)])
-        public, targets = exchange.method.agree(public, answers, exchange.counts)
+        public, targets = exchange.agreed(public, answers, len(images))
 
     def step(t, carry):
         return exchange.step(targets, plan[t], t, *carry)
@@ -125,6 +125,13 @@ class Exchange:
 
         return self.table.lifted(g, participant_answers, group)
 
+    def agreed(self, public: Tree, spoken: Tree, images: int) -> tuple[Tree, Tree]:
+        """The server's next state, and the targets of so many images, leaves [K, images, ...]."""
+        result = self.method.agree(public, spoken, self.counts)
+        public, targets = of_kind(self.method, "agree", result, object, object)
+        participants = sum(map(len, self.table.members))
+        return public, leading(self.method, "agree", targets, participants, images)
+
     def step(self, targets: Tree, index, t, groups: tuple[Active, ...], public: Tree):
         """One public batch: all participants answer, the server makes the targets, all take one step."""
         batch = self.batch(index, jax.random.fold_in(jax.random.fold_in(self.key, t), 0))
@@ -134,7 +141,7 @@ class Exchange:
 
         if targets is None:
             answers = [self.table.lifted(g, partial(say, g), group) for g, group in enumerate(groups)]
-            public, batch_targets = self.method.agree(public, self.table.in_order(answers), self.counts)
+            public, batch_targets = self.agreed(public, self.table.in_order(answers), len(index))
             batch_targets = jax.lax.stop_gradient(batch_targets)
         else:
             batch_targets = jax.tree.map(lambda x: x[:, index], targets)

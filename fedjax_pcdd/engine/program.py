@@ -21,7 +21,7 @@ from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Facts, Local, Method, Setting, Unlabelled
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.trees import at, select, zeros_like
+from fedjax_pcdd.trees import at, select, summable, zeros_like
 
 Tree = Any
 
@@ -288,7 +288,7 @@ def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pas
         position = i + batches * jnp.arange(batch)
         entry = jnp.clip(start + jnp.minimum(position, size - 1), 0, samples.order.shape[0] - 1)
         index = samples.order[entry]  # for a row without samples, another row's, masked
-        return function(index, position < size)
+        return summable(function(index, position < size))
 
     if turns == 1:
         return part(0)

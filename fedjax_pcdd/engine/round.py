@@ -100,6 +100,8 @@ def aggregated(program: Program, data: Data, message: Message, work: Work) -> Tr
         context = ServerContext(program.model, setting, hyper, round, clients, count, key, public)
         after = method.aggregate(server, message, weights, context)
         same_shapes(method, "aggregate", "server's next state", after, server, "init_server made it")
+        # A round's state must have the dtypes of the one before: that is what the next one and a checkpoint expect.
+        after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, server)
         return where(weights.sum() > 0, after, server)
 
     def by_experiment(tree):

@@ -1,6 +1,7 @@
 """Checks of what hooks return, made when they are traced: one sentence names the method and hook of a mistake."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import chex
@@ -8,8 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from fedjax_pcdd.errors import UserError, shortened
+from fedjax_pcdd.trees import summable
 
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
@@ -30,8 +33,17 @@ def shaped(method: Any, hook: str, value: Any, *shape: int) -> Any:
     return value
 
 
+def leading(method: Any, hook: str, tree: Any, *axes: int) -> Any:
+    """The tree that a hook returned; UserError if a leaf does not begin with these axes."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if (shape := jnp.shape(leaf))[: len(axes)] != axes:
+            actual = f"{_written(path)} has the shape {list(shape)}"
+            raise UserError(f"{_name(method)}.{hook} must return targets of shape {list(axes)} and on; {actual}.")
+    return tree
+
+
 def numbers(method: Any, hook: str, tree: Any) -> Any:
-    """The tree that a hook returned; UserError if one of its leaves is neither an array nor a number.
+    """The tree that a hook returned; UserError if one of its leaves is neither an array of numbers nor a number.
 
     Python's numbers become arrays, and weak types strong ones: a round returns these, so that the second would be
     compiled anew.
@@ -39,6 +51,8 @@ def numbers(method: Any, hook: str, tree: Any) -> Any:
     for leaf in jax.tree.leaves(tree):
         if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float)):
             raise UserError(f"{_name(method)}.{hook} must return arrays, not {type(leaf).__name__}.")
+        if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key):
+            raise UserError(f"{_name(method)}.{hook} cannot keep a random key: keep jax.random.key_data(key).")
     return jax.tree.map(_strong, tree)
 
 
@@ -76,7 +90,10 @@ def _array(leaf: Any) -> Any:
 
 
 def sendable(method: Any, hook: str, message: Any) -> Any:
-    """The message; UserError if a leaf is no number, or in `mean` no real one, which its weight would cut off."""
+    """The message in dtypes that sums over clients fit in.
+
+    UserError if a leaf is no number, or in `mean` no real one, which its weight would cut off.
+    """
     for path, leaf in jax.tree.leaves_with_path(message):
         if not (isinstance(leaf, int | float) or hasattr(leaf, "dtype")):
             raise UserError(f"{_name(method)}.{hook} must send numbers; {_written(path)} is {shortened(leaf)}.")
@@ -87,7 +104,7 @@ def sendable(method: Any, hook: str, message: Any) -> Any:
                 f"{_name(method)}.{hook} must send real numbers in the message's mean, which is weighted; {actual}: "
                 "convert it, or send it in total or each."
             )
-    return message
+    return message._replace(mean=summable(message.mean), total=summable(message.total))
 
 
 def _real(leaf: Any) -> bool:
@@ -123,8 +140,28 @@ def _kind(value: Any) -> str:
 
 
 def built(method: Any, model: Any) -> Any:
-    """The model that a method builds from the plain one; UserError if it is no Flax module."""
-    return of_kind(method, "build", method.build(model), nn.Module)
+    """The model that a method builds from the plain one.
+
+    UserError if it is no Flax module, or depends on a traced field: experiments that differ in one share the model.
+    """
+    result = of_kind(method, "build", method.build(model), nn.Module)
+    check_static(method, "build", lambda traced: hash(traced.build(model)))  # traced numbers have no hash
+    return result
+
+
+def check_static(method: Any, hook: str, function: Callable[[Any], Any]) -> None:
+    """UserError if a function of the method, which does not fail by itself, needs the values of traced fields."""
+    found: list[Any] = []
+
+    def call(traced):
+        with jax.ensure_compile_time_eval():  # arrays that follow from static fields alone have values
+            found.append(function(traced))
+
+    with suppress(TypeError):  # JAX's errors are among them
+        jax.eval_shape(call, method)
+    if not found or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(found)):
+        sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)."
+        raise UserError(f"{_name(method)}.{hook} {sentence}")
 
 
 def of_model(method: Any, hook: str, variables: Any) -> Any:

@@ -5,7 +5,6 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
-from contextlib import suppress
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.checks import of_kind
+from fedjax_pcdd.methods.checks import check_static, of_kind
 from fedjax_pcdd.methods.method import Traits
 from fedjax_pcdd.registry import is_of_package, takes
 
@@ -29,17 +27,12 @@ def check_declared(method: Any) -> None:
     """
     check_hooks(method)
     check_fields(method)
-    name, found = type(method).__name__, list[Any]()
-    with suppress(jax.errors.JAXTypeError):
-        jax.eval_shape(lambda traced: found.append(traced.traits()), method)
-    value = of_kind(method, "traits", found[0], Traits) if found else None
-    if value is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tuple(value))):
-        sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)."
-        raise UserError(f"{name}.traits {sentence}")
+    value = of_kind(method, "traits", method.traits(), Traits)
+    check_static(method, "traits", lambda traced: tuple(traced.traits()))
     for trait, kind in typing.get_type_hints(Traits).items():
         if not _fits(given := getattr(value, trait), kind):
             expected = kind.__name__ if isinstance(kind, type) else re.sub(r"\b[a-z_]+\.", "", str(kind))  # no modules
-            raise UserError(f"{name}.traits gives {trait}={given!r}, which must be {expected}.")
+            raise UserError(f"{type(method).__name__}.traits gives {trait}={given!r}, which must be {expected}.")
 
 
 def check_hooks(part: Any) -> None:

@@ -325,6 +325,8 @@ class Step(NamedTuple):
 class Message(NamedTuple):
     """What a client sends. `mean` and `total` are reduced as clients finish, so they are never stacked over the cohort.
 
+    Their leaves of fewer than 32 bits are summed, and arrive, as float32 or int32.
+
     Attributes:
       mean: reduced to sum_k p_k * mean_k.
       total: reduced to sum_k total_k.
@@ -416,7 +418,10 @@ class Method:
         return Traits()
 
     def build(self, model: Classifier) -> Classifier:
-        """The model that this method trains, derived from the plain one (another neck, no bias, no head)."""
+        """The model that this method trains, derived from the plain one (another neck, no bias, no head).
+
+        May depend on static fields only.
+        """
         return model
 
     def configure(self, setting: Setting, hyper: Local) -> tuple["Method", list[str]]:

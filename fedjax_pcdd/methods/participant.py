@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Message, Method, Setting, Traits, Tree, hyperparameter
 from fedjax_pcdd.models.classifier import forward
 
@@ -126,7 +127,7 @@ class Exchanging(Participant):
 
     def public_loss(self, logits: jax.Array, target: Tree, context: Context) -> jax.Array:
         """The loss of one participant on a public batch, a scalar, from its logits [B, C]."""
-        raise NotImplementedError
+        raise UserError(f"{type(self).__name__} must define public_loss(self, logits, target, context), or imitate.")
 
     def imitate(self, variables: Tree, batch: PublicBatch, context: Context) -> tuple[jax.Array, Tree]:
         """The public objective, a scalar, and the model state after this batch."""

@@ -25,7 +25,10 @@ class ServerOptimised(ServerStep):
     server_lr: float = hyperparameter(1.0, symbol="eta", help="learning rate of the server", low=0.0)
 
     def server_rule(self) -> optax.GradientTransformation:
-        """The optimiser's transformation of the pseudo-gradient, before the learning rate."""
+        """The optimiser's transformation of the pseudo-gradient, as `optax.scale_by_adam()`.
+
+        Without the learning rate, whose sign in optax (as in `optax.adam(0.1)`) would let the server ascend.
+        """
         return optax.identity()
 
     def configure(self, setting, hyper):
@@ -51,8 +54,8 @@ class ServerOptimised(ServerStep):
     def aggregate(self, server, message, weights, context):
         """m + (g - eta * rule(g)), g = w - m the pseudo-gradient; bitwise m where rule(g) is g and eta is 1."""
         result: Any = super().aggregate(server, message, weights, context)
-        mean = result.variables["params"]
-        gradient = optax.tree.sub(server.variables["params"], mean)
-        direction, moments = self.server_rule().update(gradient, server.moments)
+        mean, old = result.variables["params"], server.variables["params"]
+        gradient = optax.tree.sub(old, mean)
+        direction, moments = self.server_rule().update(gradient, server.moments, old)
         params = jax.tree.map(lambda m, g, d: m + (g - self.server_lr * d).astype(m.dtype), mean, gradient, direction)
         return result._replace(variables={**result.variables, "params": params}, moments=moments)

@@ -180,7 +180,8 @@ def normalisation_params(model: nn.Module, image_shape: tuple[int, ...]) -> tupl
     """Paths in `variables["params"]` of the parameters of all normalisation layers, such as scale and bias."""
     variables, norms = _traced(model, image_shape)
     leaves = flatten_dict(variables["params"])
-    return tuple(path for path in sorted(leaves) if any(path[: len(norm)] == norm for norm in norms))
+    # Where a transformation such as nn.remat wraps a norm, the norm inside has the path (), the wrapper the real one.
+    return tuple(path for path in sorted(leaves) if any(norm and path[: len(norm)] == norm for norm in norms))
 
 
 def is_own(model: Any) -> bool:

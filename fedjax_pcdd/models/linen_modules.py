@@ -78,16 +78,18 @@ def _with_valid_samples(layer: nn.BatchNorm, call: Callable, mask: jax.Array, x:
     return out
 
 
-def with_usual_rows(mask: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The input of Flax's batch norms [n, ...], and their mask: all True if no sample [B] is valid, None unless B fits.
+def with_usual_rows(mask: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The input of Flax's batch norms [n B, ...], and their mask: all True if no sample [B] is valid.
 
     Of n B rows, as where the patches of an image are samples, n belong to each sample, one sample after another. The
     mean of the valid rows is in place of the others: with one valid element the variance is 0, and the others would
-    grow by 316 in every layer, to inf.
+    grow by 316 in every layer, to inf. UserError if the first axis is not that of the samples.
     """
     rows, rest = divmod(len(x), len(mask))
     if rest or not rows:
-        return x, None
+        raise UserError(
+            "the input of a batch norm must begin with the axis of the samples, as padding would count: transpose it."
+        )
     mask = jnp.repeat(mask, rows)
     mask = jnp.where(mask.any(), mask, 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
     return jnp.where(mask, x, jax.lax.stop_gradient(jnp.mean(x, axis=0, keepdims=True, where=mask))), mask

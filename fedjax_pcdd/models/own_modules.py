@@ -25,6 +25,8 @@ from fedjax_pcdd.models.linen_modules import RULE, OwnHead, hashed, in_this_engi
 from fedjax_pcdd.models.nnx_modules import Maker, NnxBackbone, check_nnx, nnx_head
 from fedjax_pcdd.registry import from_outside
 
+SAMPLES = 1009  # of a batch that is only traced; a prime, so that no other axis of a norm's input is a multiple of it
+
 
 def adapted(
     part: Any, name: str, known: Mapping[str, Any], num_classes: int, image_shape: tuple[int, ...]
@@ -74,8 +76,9 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
         raise UserError(
             f"model {name} keeps a list in '{lists[0]}', as by sow: sow into 'intermediates', or not at all."
         )
-    with from_outside(f"model {name} {RULE}"), in_this_engine(None):
-        jax.eval_shape(lambda v: module.apply(v, image, **arguments), variables)
+    mask, images = jnp.ones(SAMPLES), jax.ShapeDtypeStruct((SAMPLES, *image.shape[1:]), image.dtype)
+    with from_outside(f"model {name} {RULE}"), in_this_engine(mask):
+        jax.eval_shape(lambda v, x: module.apply(v, x, **spelled(module, mask=mask)), variables, images)
     if others := [path for path, x in leaves.items() if not jnp.issubdtype(x.dtype, jnp.floating)]:
         kind = "as a number with a fraction, which it becomes by averaging; a NumPy array in the module's code stays"
         with from_outside(f"model {name} cannot use '{others[0]}' {kind}"):

@@ -64,6 +64,9 @@ class Accuracies(Callback):
         if run.traits.personal_model == "local":
             self.trained(run, report, report.correct)
         if run.traits.recorded:
+            taken = [n for n in run.traits.recorded if n in (*row, "eval_seconds") or n.startswith(("ga_", "pa_"))]
+            if taken:
+                raise _clash(run, "traits", taken[0])
             servers = parts_of(run.simulation)[0].of(run.runs.state).servers  # of all experiments: no copy is made
             row |= {name: float(np.array(getattr(servers, name))[run.index]) for name in run.traits.recorded}
         run.history.rows.append(row)
@@ -192,6 +195,12 @@ class LastRound(Callback):
 
 def further(run: Run, correct: dict[str, Any]) -> dict[str, float]:
     """Accuracy `ga_<name>` on the whole test set of each further server model, from its correct predictions [1, C]."""
+    if taken := correct.keys() & {"per_class", "balanced", "validation"}:
+        raise _clash(run, "further_models", min(taken))
     dataset = run.federation.dataset
     totals = {name: np.array(counts)[0, : dataset.num_classes].sum() for name, counts in correct.items()}
     return {f"ga_{name}": float(accuracy(count, len(dataset.y_test))) for name, count in totals.items()}
+
+
+def _clash(run: Run, hook: str, name: str) -> UserError:
+    return UserError(f"{type(run.method).__name__}.{hook} names '{name}', which the rows have of their own: rename it.")

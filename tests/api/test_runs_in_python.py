@@ -1,7 +1,9 @@
 """Runs of the Python interface in folders that the command line shares; users' metrics; what is saved of a history."""
 
 import json
+import os
 import pickle
+import subprocess
 import sys
 import types
 
@@ -353,6 +355,80 @@ def test_the_newest_definition_of_a_class_is_the_one_that_is_loaded(federation, 
             )
     finally:
         fp.methods.METHODS.data.pop("Signed", None)
+
+
+KEEP_AND_LION = """
+import optax
+from flax import struct
+
+import fedjax_pcdd as fp
+
+
+@struct.dataclass
+class Keep(fp.Method):
+    "FedAvg."
+
+
+@fp.register_server_optimiser("own-lion")
+@struct.dataclass
+class Lion(fp.ServerOptimised):
+    "Signs."
+
+    def server_rule(self):
+        return optax.scale_by_sign()
+"""
+INNER = """
+from flax import struct
+
+from .own import Keep
+
+
+@struct.dataclass
+class Inner(Keep):
+    "A class of a package, which imports another of its modules."
+"""
+RESUMED = """
+import sys
+import fedjax_pcdd as fp
+
+assert fp.load_run(sys.argv[1]).method.server_lr == 0.5
+print(fp.resume(sys.argv[1]).ga.tolist())
+"""
+
+
+def stopping(run, report):
+    if run.round == 2:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("fedavg+adam", "fedavg+adam"),
+        ("own.py:Keep+sam+adam", "Keep+sam+adam"),
+        ("own.py:Keep+own.py:Lion", "Keep+own-lion"),
+        ("own_package.inner:Inner+adam", "Inner+adam"),
+    ],
+)
+def test_a_method_with_suffixes_is_found_again_in_another_process(federation, tmp_path, monkeypatch, name, label):
+    monkeypatch.setattr(fp.methods.SERVER_OPTIMISERS, "data", dict(fp.methods.SERVER_OPTIMISERS.data))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_package").mkdir()
+    for file in ("own.py", "own_package/own.py"):
+        (tmp_path / file).write_text(KEEP_AND_LION)
+    (tmp_path / "own_package/inner.py").write_text(INNER)
+    method, options = fp.methods.get(name)(server_lr=0.5), {"rounds": 2, "model": "mlp", **SMALL}
+    whole = fp.simulate(federation, method, **options)
+    with pytest.raises(KeyboardInterrupt):
+        fp.simulate(federation, method, run_dir="run", callbacks=[stopping], **options)
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", RESUMED, str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False, env=path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == whole.ga.tolist()
+    assert whole.label == fp.load_run("run").label == label
 
 
 @pytest.mark.thorough

@@ -21,6 +21,7 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.distillation import absolute_error
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Unlabelled
+from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.models.classifier import forward, initialise
 
 
@@ -119,9 +120,39 @@ def test_what_stands_still_does_not_count_in_the_norm_that_is_clipped():
     np.testing.assert_allclose(np.sqrt(sum(jax.tree.leaves(moved))), SGD["lr"] * 1e-3, rtol=1e-3)
 
 
-def test_what_imitate_returns_is_checked():
-    with pytest.raises(UserError, match=r"Terse\.imitate must return a tuple \(anything, anything\), not"):
-        exchanged(toy.groups(method=Terse(), necks=ONE))
+@struct.dataclass
+class Flat(METHODS["fedmd"]):
+    """One target for all participants: a row of it would be that of an image."""
+
+    def agree(self, public, spoken, counts):
+        return public, spoken.mean(0)
+
+
+@struct.dataclass
+class Targets(METHODS["fedmd"]):
+    def agree(self, public, spoken, counts):
+        return spoken
+
+
+@struct.dataclass
+class Lossless(Exchanging):
+    """Only says and agrees."""
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Terse(), r"Terse\.imitate must return a tuple \(anything, anything\), not"),
+        (Flat(), r"Flat\.agree must return targets of shape \[5, 8\] and on; it has the shape \[8, 4\]\."),
+        (Flat(consensus="per_round"), r"Flat\.agree must return targets of shape \[5, 21\] and on; it has the shape"),
+        (Targets(), r"Targets\.agree must return a tuple \(anything, anything\), not"),
+        (Lossless(), r"Lossless must define public_loss\(self, logits, target, context\), or imitate\."),
+    ],
+    ids=["imitate", "agree on a batch", "agree on all images", "only targets", "no loss"],
+)
+def test_what_hooks_of_an_exchange_return_is_checked(method, sentence):
+    with pytest.raises(UserError, match=sentence):
+        exchanged(toy.groups(method=method, necks=ONE))
 
 
 @pytest.mark.thorough

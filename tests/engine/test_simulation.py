@@ -24,7 +24,7 @@ from fedjax_pcdd.engine.round import training_round
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Message, Method, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, Summary, hyperparameter
 from fedjax_pcdd.models.classifier import forward
 
 
@@ -402,6 +402,75 @@ def test_a_server_counts_the_clients_that_trained():
     simulated = toy.simulation(method=Remembering(), last_batch="strict")
     state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([0, 1, 4])]))
     assert state.servers.count == 2  # client 0 has one sample, a batch 8
+
+
+class Seen(NamedTuple):
+    variables: dict
+    anyone: jax.Array
+    total: jax.Array
+
+
+@struct.dataclass
+class Drifting(Method):
+    """Its server sums into fields of narrower types."""
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Seen(variables, jnp.zeros((), bool), jnp.zeros((), jnp.uint8))
+
+    def aggregate(self, server, message, weights, context):
+        total = server.total + context.count
+        return Seen(message.mean, server.anyone + context.count, total)
+
+
+@pytest.mark.thorough
+def test_the_servers_state_keeps_the_dtypes_of_init_server():
+    simulated = toy.simulation(method=Drifting(), last_batch="keep")
+    first = simulated.start()
+    after = toy.train(simulated)[0]
+    assert jax.tree.map(lambda x: x.dtype, after.servers) == jax.tree.map(lambda x: x.dtype, first.servers)
+    assert (bool(after.servers.anyone[0]), int(after.servers.total[0])) == (True, 9)
+
+
+class Received(NamedTuple):
+    variables: dict
+    error: jax.Array
+    owners: jax.Array
+    hundreds: jax.Array
+    batches: jax.Array
+
+
+@struct.dataclass
+class Narrow(Method):
+    """Sends a model in bfloat16, and sums booleans and small integers over clients and over a client's batches."""
+
+    def traits(self):
+        return super().traits()._replace(summary=Summary(train=True))
+
+    def init_server(self, setting, variables, class_counts, key):
+        zero = jnp.zeros((), jnp.int32)
+        return Received(variables, jnp.zeros(()), jnp.zeros(setting.num_classes, jnp.int32), zero, zero)
+
+    def summarise(self, variables, batch, context):
+        return batch.mask.any()
+
+    def upload(self, variables, summary, context):
+        sent = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables)
+        totals = context.facts.class_counts > 0, jnp.uint8(100), summary
+        return (), Message(mean=sent, total=totals, each=sent["params"])
+
+    def aggregate(self, server, message, weights, context):
+        mean = jax.tree.map(lambda x: jnp.tensordot(weights, x.astype(jnp.float32), 1), message.each)
+        difference = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), mean, message.mean["params"])
+        return Received(message.mean, jnp.stack(jax.tree.leaves(difference)).max(), *message.total)
+
+
+@pytest.mark.thorough
+def test_small_types_are_summed_in_32_bits():
+    server = toy.train(toy.simulation(method=Narrow(), cohort=5, last_batch="keep"), (0,))[0].servers
+    assert server.error[0] < 1e-6
+    assert server.owners[0].tolist() == [sum(c in owned for owned in toy.OWNED) for c in range(4)]
+    assert server.hundreds[0] == 100 * 5
+    assert server.batches[0] == sum(-(-size // 8) for size in toy.SIZES)
 
 
 @pytest.mark.thorough

@@ -217,9 +217,16 @@ class Worded(Method):
         return {"name": "a"}
 
 
+@struct.dataclass
+class Keyed(Method):
+    def init_client(self, setting, server, facts, key):
+        return {"key": key}
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
+        (Keyed(), "Keyed.init_client cannot keep a random key: keep jax.random.key_data(key)."),
         (Weighing(jnp.nan), "Weighing.weight must be finite and at least 0, not nan as for client 1."),
         (Weighing(-1.0), "Weighing.weight must be finite and at least 0, not -1.0 as for client 1."),
         (

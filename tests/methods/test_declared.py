@@ -5,14 +5,16 @@ import functools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
 
 import fedjax_pcdd as fp
-from fedjax_pcdd import methods
+from fedjax_pcdd import methods, models
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.checks import built
 from fedjax_pcdd.methods.declared import check_declared, misspelt
 from fedjax_pcdd.methods.method import Method, Traits, hyperparameter
 
@@ -104,6 +106,39 @@ def test_a_class_is_declared_correctly_with_more_arguments_static_texts_and_numb
         "layers": hyperparameter((np.zeros(2), jax.random.key(0), None, True), help="anything numeric"),
     }
     check_declared(of_class(**attributes))
+
+
+PLAIN = models.build("mlp", num_classes=4, image_shape=(5, 5, 1))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda self, model: model.clone(neck=1, neck_width=self.width),
+        lambda self, model: model.clone(neck=1, neck_width=int(self.width)),
+        lambda self, model: model.clone(neck=1 if self.width > 2 else 0),
+    ],
+    ids=["the number", "a copy", "a branch"],
+)
+def test_a_model_that_depends_on_a_traced_number_is_refused(build):
+    method = of_class(width=hyperparameter(3, help="width"), build=build)
+    with pytest.raises(UserError) as raised:
+        built(method, PLAIN)
+    sentence = "Mine.build depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)."
+    assert str(raised.value) == sentence
+
+
+def test_a_model_may_depend_on_static_numbers_also_by_arrays():
+    def build(self, model):
+        return model.clone(neck=1, neck_width=int(jnp.ceil(self.width * 1.5)))
+
+    fields = {"width": hyperparameter(3, help="width", static=True), "rate": hyperparameter(1.0, help="rate")}
+    assert built(of_class(build=build, **fields), PLAIN) == PLAIN.clone(neck=1, neck_width=5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_registered_method_builds_its_model_from_static_fields(name):
+    built(METHODS[name](), PLAIN)
 
 
 @pytest.mark.parametrize("name", METHODS)

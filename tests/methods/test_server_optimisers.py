@@ -5,8 +5,10 @@ from dataclasses import fields
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
+from flax import struct
 from golden_vectors import cases
 from hooks import aggregate, context, hyper, params, setting, start
 
@@ -200,6 +202,19 @@ def test_prototypes_and_a_server_optimiser_compose_in_either_order():
     state, _ = toy.train(toy.simulation(method=methods.get("fedprox+prototypes+adam")()), (0,))
     assert state.servers.valid.any()
     assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state.servers.variables)))
+
+
+@struct.dataclass
+class Decaying(ServerOptimised):
+    def server_rule(self):
+        return optax.add_decayed_weights(0.1)
+
+
+def test_a_rule_may_read_the_servers_parameters():
+    method = Decaying(server_lr=0.5)
+    server, _ = start(method, [2.0, -1.0], [1])
+    after = aggregate(method, server, [Message(mean=params([1.0, -1.0]))], [1], clients=1)
+    np.testing.assert_allclose(w(after.variables), [2 - 0.5 * (1 + 0.2), -1 + 0.5 * 0.1])
 
 
 @pytest.mark.parametrize("lr", [0.0, 0.5])

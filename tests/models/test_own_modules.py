@@ -235,6 +235,29 @@ def test_masked_samples_stay_out_of_the_statistics_of_their_patches():
     assert_statistics_are_of_the_valid_samples(built(Patches))
 
 
+class TimeFirst(nn.Module):
+    """A norm over [T, B, 4]; T may be a multiple of B."""
+
+    steps: int = 12
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        rows = nn.Dense(4)(x.reshape(1, len(x), -1)).repeat(self.steps, 0)
+        return nn.BatchNorm(use_running_average=not train)(rows).mean(0)
+
+
+class NnxTimeFirst(NnxNet):
+    def __call__(self, x):
+        return self.norm(jnp.moveaxis(self.conv(x), 0, 1)).mean((0, 2))
+
+
+@pytest.mark.parametrize("module", [TimeFirst(12), TimeFirst(5), NnxTimeFirst])
+def test_a_batch_norm_whose_input_does_not_begin_with_the_samples_is_refused(module):
+    sentence = "the input of a batch norm must begin with the axis of the samples, as padding would count: transpose it"
+    with pytest.raises(UserError, match=sentence):
+        built(module)
+
+
 class OwnNorm(nnx.BatchNorm):
     pass
 
@@ -415,6 +438,28 @@ def test_normalisation_params_of_nnx_are_found_by_their_paths():
     assert normalisation_params(built(NnxNet(nnx.Rngs(0))), SHAPE) == tuple(
         ("backbone", "norm", name) for name in ("bias", "scale")
     )
+
+
+class Wrapped(nn.Module):
+    """Norms within transformations of Flax, one of them in a part of the model."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.remat(nn.LayerNorm)()(nn.Dense(4)(x.reshape(len(x), -1)))
+        x = nn.jit(nn.BatchNorm)(use_running_average=not train)(x)
+        return nn.remat(Inner)()(x)
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.jit(nn.LayerNorm)()(nn.Dense(4)(x))
+
+
+def test_normalisation_params_of_norms_within_transformations_are_theirs_alone():
+    names = ("CheckpointLayerNorm_0",), ("JitBatchNorm_0",), ("CheckpointInner_0", "JitLayerNorm_0")
+    expected_paths = {("backbone", *name, leaf) for name in names for leaf in ("scale", "bias")}
+    assert normalisation_params(built(Wrapped()), SHAPE) == tuple(sorted(expected_paths))
 
 
 class Bare(nnx.Module):

@@ -1,12 +1,17 @@
 """What a run records after each round, and before its clients have trained."""
 
+from typing import Any, NamedTuple
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from in_memory import trained
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.engine.devices import CompileClock
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.accuracies import Accuracies, _copied
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.loop import Callback, Progress, loop
@@ -44,6 +49,47 @@ def test_a_round_records_the_scalars_that_the_method_names():
     for name in ("divergence", "share", "extrapolation"):
         assert row[name] == float(getattr(servers, name)[0])
     assert row["divergence"] > 0
+
+
+class Numbered(NamedTuple):
+    variables: dict
+    round: Any
+    ga_own: Any
+
+
+@struct.dataclass
+class Records(fp.Method):
+    name: str = fp.hyperparameter("round", help="what is recorded", static=True)
+
+    def traits(self):
+        return super().traits()._replace(recorded=(self.name,))
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Numbered(variables, jnp.zeros(()), jnp.zeros(()))
+
+
+@struct.dataclass
+class Further(fp.Method):
+    def further_models(self, server):
+        return {"balanced": server.variables}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Records("round"), "Records.traits names 'round', which the rows have of their own: rename it."),
+        (Records("ga_own"), "Records.traits names 'ga_own', which the rows have of their own: rename it."),
+        (Further(), "Further.further_models names 'balanced', which the rows have of their own: rename it."),
+    ],
+    ids=["a column", "an accuracy", "a model"],
+)
+def test_names_of_a_methods_own_numbers_must_not_be_those_of_the_rows(method, sentence):
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    options = {"rounds": 1, "local_epochs": 1, "lanes": 1, "model": "mlp", "fine_tune_epochs": 0}
+    with pytest.raises(UserError) as raised:
+        fp.simulate(federation, method, **options)
+    assert str(raised.value) == sentence
 
 
 @pytest.mark.thorough
