@@ -22,7 +22,7 @@ from fedjax_pcdd.registry import origin_of, takes
 from fedjax_pcdd.training.build import share_kept
 from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
 from fedjax_pcdd.training.config import RUN, RunConfig, as_read
-from fedjax_pcdd.training.fields import options_of, read_value
+from fedjax_pcdd.training.fields import is_written, options_of, read_value
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import plain
@@ -146,8 +146,8 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     """Run an experiment in a folder, or continue or load the run that is there."""
     config, method, given = asked.config, asked.method, asked.given
     for own in options_of(type(method)):
-        if not isinstance(getattr(method, own), int | float | str | None):
-            raise UserError(f"`{own}` is not a number or a name, which is all that a run folder holds: drop `run_dir`.")
+        if not is_written(getattr(method, own)):
+            raise UserError(f"`{own}` is no number, name or path, all that a run folder holds: drop `run_dir`.")
     assert given.federation is not None
     if config.method == type(method).__name__:
         methods.METHODS.register(config.method)(type(method))  # a class of the calling script, which may load the run
