@@ -25,7 +25,7 @@ from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import LAYERS, OPTIMISER, Program, Report, State, Tree, block_of, over, put
 from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
-from fedjax_pcdd.methods.checks import of_kind, same_shapes, sendable
+from fedjax_pcdd.methods.checks import numbers, of_kind, same_shapes, sendable
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message
 from fedjax_pcdd.trees import at, select, where, zeros_like
 
@@ -75,7 +75,7 @@ def upload(program: Program, inputs: Inputs, lane: Lane) -> tuple[Tree, Message]
     result = method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
     client, message = of_kind(method, "upload", result, object, Message)
     same_shapes(method, "upload", "client's next state", client, lane.client, "init_client made it")
-    return client, sendable(method, "upload", message)
+    return numbers(method, "upload", (client, sendable(method, "upload", message)))
 
 
 def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:

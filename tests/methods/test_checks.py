@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy
 from flax import struct
@@ -9,6 +10,7 @@ from flax import struct
 import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Message, Method
+from fedjax_pcdd.testing import leaves
 
 
 @struct.dataclass
@@ -145,6 +147,28 @@ def test_a_hook_that_returns_the_wrong_type_or_shape_is_named(method, sentence):
     with pytest.raises(UserError, match=sentence) as error:
         simulated.round.lower(*round_arguments(simulated))
     assert "\n" not in str(error.value)
+
+
+@struct.dataclass
+class Numbering(Method):
+    def init_client(self, setting, server, facts, key):
+        return {"rounds": 0}
+
+    def upload(self, variables, summary, context):
+        return {"rounds": 1}, Message({"model": variables, "one": 1.0}, total=2, each=3.0)
+
+    def aggregate(self, server, message, weights, context):
+        said = jnp.stack([message.mean["one"], message.total, *message.each])
+        return server._replace(variables=jax.tree.map(lambda x: x + said.sum(), message.mean["model"]))
+
+
+@pytest.mark.thorough
+def test_messages_and_states_of_clients_may_be_numbers_of_python():
+    simulated, plain = (toy.simulation(method=method) for method in (Numbering(), Method()))
+    state, expected = (one.step(one.start(), 0)[0] for one in (simulated, plain))
+    assert sorted(np.array(state.clients["rounds"])) == [0, 0, 1, 1, 1]
+    for new, old in zip(leaves(state.servers), leaves(expected.servers), strict=True):
+        np.testing.assert_allclose(new, old + 1 + 3 * 2 + 3 * 3, rtol=1e-6)
 
 
 @struct.dataclass
