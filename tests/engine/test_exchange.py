@@ -120,7 +120,7 @@ def test_what_stands_still_does_not_count_in_the_norm_that_is_clipped():
 
 
 def test_what_imitate_returns_is_checked():
-    with pytest.raises(UserError, match=r"Terse\.imitate must return a tuple \(anything, anything\), not"):
+    with pytest.raises(UserError, match=r"Terse\.imitate must return a tuple \(anything, a Mapping\), not"):
         exchanged(toy.groups(method=Terse(), necks=ONE))
 
 

@@ -120,15 +120,30 @@ class Texting(Method):
         return (), Message(mean=variables, total={"note": "hello"})
 
 
+@struct.dataclass
+class Stateless(Method):
+    def loss(self, variables, batch, context):
+        return super().loss(variables, batch, context)[0], None
+
+
+@struct.dataclass
+class Standing(Method):
+    def local_update(self, evaluate, step, variables, batch, context):
+        loss, _, taken_step = super().local_update(evaluate, step, variables, batch, context)
+        return loss, None, taken_step
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
+        (Stateless, r"Stateless\.loss must return a tuple \(anything, a Mapping\), not \(.*, NoneType\)\."),
+        (Standing, r"Standing\.local_update must return a tuple \(anything, a Mapping, a Step\), not \(.*NoneType, "),
         (Half, r"Half\.trainable must say True or False of each array of the parameters; .* is 0\.5\."),
         (Texting, r"Texting\.upload must send numbers; .*\['note'\] is 'hello'\."),
         (Counting, r"Counting\.upload must send real numbers in the .* mean, .* \['count'\] is int32: convert it"),
         (Halving, r"Halving\.upload must return the client's next state .*; \['count'\] is float32, not int32\."),
         (Nothing, r"Nothing\.penalty must return a scalar, not NoneType"),
-        (Unfinished, r"Unfinished\.local_update must return a tuple \(anything, anything, a Step\), not"),
+        (Unfinished, r"Unfinished\.local_update must return a tuple \(anything, a Mapping, a Step\), not"),
         (Halved, r"Halved\.trainable must say something of each array of the parameters, or return None\."),
         (Silent, r"Silent\.upload must return a tuple \(anything, a Message\), not NoneType\."),
         (Swapped, r"Swapped\.upload must return a tuple \(anything, a Message\), not \(Message, "),
