@@ -193,6 +193,18 @@ class Bare(Method):
 
 
 @struct.dataclass
+class Personless(Method):
+    def init_server(self, setting, variables, class_counts, key):
+        return {"model": variables}
+
+    def download(self, server, client):
+        return server["model"]
+
+    def generic_variables(self, server):
+        return server["model"]
+
+
+@struct.dataclass
 class Empty(Method):
     def download(self, server, client):
         return server.variables["params"]
@@ -207,6 +219,8 @@ class Further(Method):
 def test_a_server_without_variables_and_hooks_that_return_no_model_are_named():
     with pytest.raises(UserError, match=r"Bare\.init_server must return something with a field variables, which downl"):
         toy.simulation(method=Bare()).start()
+    with pytest.raises(UserError, match=r"Personless\.init_server must .* a field variables, which personal_variables"):
+        toy.simulation(method=Personless()).start()
     simulated = toy.simulation(method=Empty())
     with pytest.raises(UserError, match=r"Empty\.download must return variables of a model, with params, not a dict"):
         simulated.round.lower(*round_arguments(simulated))
