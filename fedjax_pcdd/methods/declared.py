@@ -25,17 +25,18 @@ def check_declared(method: Any) -> None:
     """Raise UserError for a method that cannot work.
 
     A function does not take what that of this package takes in whose place it is called; a field that is traced holds
-    something else than numbers; a trait depends on such a field, or is of another type.
+    something else than numbers; a trait or `__post_init__` depends on such a field, or a trait is of another type.
     """
     check_hooks(method)
     check_fields(method)
-    name, found = type(method).__name__, list[Any]()
+    name, made, found = type(method).__name__, list[Any](), list[Any]()
     with suppress(jax.errors.JAXTypeError):
-        jax.eval_shape(lambda traced: found.append(traced.traits()), method)
+        jax.eval_shape(lambda traced: (made.append(True), found.append(traced.traits())), method)
     value = of_kind(method, "traits", found[0], Traits) if found else None
     if value is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tuple(value))):
-        sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)."
-        raise UserError(f"{name}.traits {sentence}")
+        hook, bounds = ("traits", "") if made else ("__post_init__", ", or give it bounds there")
+        sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)"
+        raise UserError(f"{name}.{hook} {sentence}{bounds}.")
     for trait, kind in typing.get_type_hints(Traits).items():
         if not _fits(given := getattr(value, trait), kind):
             expected = kind.__name__ if isinstance(kind, type) else re.sub(r"\b[a-z_]+\.", "", str(kind))  # no modules
