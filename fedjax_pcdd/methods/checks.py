@@ -14,7 +14,8 @@ from fedjax_pcdd.errors import UserError, shortened
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
     """The value that a hook returned; UserError if it is no real scalar."""
-    real = isinstance(value, int | float) or jnp.issubdtype(getattr(value, "dtype", object), jnp.number)
+    dtype = getattr(value, "dtype", object)
+    real = isinstance(value, int | float) or any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
     if real and jnp.ndim(value) == 0 and not jnp.iscomplexobj(value):
         return value
     shape = getattr(value, "shape", None)

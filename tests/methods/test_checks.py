@@ -259,6 +259,18 @@ class WeighingClasses(Method):
 
 
 @struct.dataclass
+class Choosing(Method):
+    def weight(self, facts):
+        return facts.num_samples > 10
+
+
+def test_a_weight_may_be_a_boolean():
+    np.testing.assert_allclose(
+        toy.simulation(method=Choosing(), cohort=5).jobs(0)[0].weight, [0, 1 / 3, 0, 1 / 3, 1 / 3]
+    )
+
+
+@struct.dataclass
 class Advised(Method):
     def configure(self, setting, hyper):
         """Returns nothing."""
