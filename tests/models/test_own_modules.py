@@ -469,6 +469,13 @@ class Sowing(nn.Module):
         return x.reshape(len(x), -1)
 
 
+class Partitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(4, kernel_init=kernel_init)(x.reshape(len(x), -1))
+
+
 class NnxAlways(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(64, rngs=rngs)
@@ -518,6 +525,7 @@ def test_dropout_without_a_key_is_the_identity_so_that_it_may_ignore_train(modul
         (nn.Dense, "model Dense needs 'features'"),
         (AlwaysNormed, "model AlwaysNormed must neither draw nor change .*: ModifyScopeVariableError: .*mean"),
         (Sowing, "model Sowing keeps a list in 'losses/l', as by sow: sow into 'intermediates'"),
+        (Partitioned, "model Partitioned keeps 'params/Dense_0/kernel' with metadata, as by nn.with_partitioning: dr"),
         (NnxAlways, "model NnxAlways must neither draw .* it changes norm/mean."),
         (NnxNoisy, "model NnxNoisy must neither draw .* it changes rngs/noise/count."),
     ],
