@@ -138,6 +138,11 @@ def nnx_norms(module: NnxBackbone) -> frozenset[Path]:
     return frozenset(tuple(map(str, path)) for path, layer in layers if isinstance(layer, _NNX_NORMS))
 
 
+def keeps_statistics(module: NnxBackbone) -> bool:
+    """Whether an NNX module has running statistics, those of norms of its own too; other variables do not count."""
+    return bool(nnx.state(nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut)), nnx.BatchStat))
+
+
 def _split(module: Any) -> Any:
     """Structure, parameters, random numbers and statistics of an NNX module."""
     return nnx.split(module, nnx.Param, nnx.RngState, ...)

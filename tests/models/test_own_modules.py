@@ -430,6 +430,24 @@ def test_a_norm_without_parameters_normalises():
     assert normalisation_params(built(Bare), SHAPE) == ()
 
 
+class NnxCounting(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.calls, self.linear = nnx.Variable(jnp.zeros(())), nnx.Linear(64, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x.reshape(len(x), -1))
+
+
+class NnxKeeping(NnxCounting):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(64))
+
+
+def test_variables_of_nnx_count_as_normalisation_only_if_they_are_running_statistics():
+    assert [normalises(built(module), SHAPE) for module in (NnxCounting, NnxKeeping)] == [False, True]
+
+
 class Wide(nn.Module):
     width: int
 
