@@ -216,8 +216,8 @@ class FolderRecord(Record):
     def resolve(self, notes: Mapping[str, Any]) -> None:
         """Note in resolved.json what the options left open; earlier notes of a continued run stay."""
         hyperparameters = {
-            name: value if isinstance(value, str | int | bool | None) else float(value)
-            for name, value in asdict(self.setup.methods[self.e]).items()
+            name: x if isinstance(x, str | int | None) else str(x) if isinstance(x, Path) else float(x)
+            for name, x in asdict(self.setup.methods[self.e]).items()
         }
         first = {"hyperparameters": hyperparameters, "inputs": self.inputs, **self.asked.origin}
         resolved = first | dict(self.noted or {})

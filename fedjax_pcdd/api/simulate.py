@@ -24,7 +24,7 @@ from fedjax_pcdd.registry import Registry, origin_of, takes
 from fedjax_pcdd.training.build import share_kept
 from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
 from fedjax_pcdd.training.config import RUN, RunConfig, as_read
-from fedjax_pcdd.training.fields import options_of, read_value
+from fedjax_pcdd.training.fields import is_written, options_of, read_value
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import plain
@@ -148,8 +148,8 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     """Run an experiment in a folder, or continue or load the run that is there."""
     config, method, given = asked.config, asked.method, asked.given
     for own in options_of(type(method)):
-        if not isinstance(getattr(method, own), int | float | str | None):
-            raise UserError(f"`{own}` is not a number or a name, which is all that a run folder holds: drop `run_dir`.")
+        if not is_written(getattr(method, own)):
+            raise UserError(f"`{own}` is no number, name or path, all that a run folder holds: drop `run_dir`.")
     assert given.federation is not None
     for registry, cls in _parts(type(method)):
         if _part_name(registry, cls) == cls.__name__:

@@ -183,10 +183,10 @@ def checked(lists: Any, y_train: ArrayLike, y_test: ArrayLike, source: str) -> P
     """Make a partition of training lists, or of training and test lists; UserError if a list does not fit the labels.
 
     Args:
-      lists: K training lists, a tuple of training and test lists, or a `Partition`, whose test lists may be ().
+      lists: K training lists, a pair of training and test lists, or a `Partition`, whose test lists may be ().
       source: where the lists come from, for messages.
     """
-    is_pair = isinstance(lists, tuple) and len(lists) == 2 and all(map(_nested, lists))
+    is_pair = isinstance(lists, tuple | list) and len(lists) == 2 and all(map(_nested, lists))
     train, test = lists if isinstance(lists, Partition) or is_pair else (lists, ())
     if not (several(train) and len(train) and several(test)):
         raise UserError(f"{source} must give a list of samples for each client, or (training lists, test lists).")
@@ -204,7 +204,7 @@ def several(lists: Any) -> bool:
 
 def _nested(lists: Any) -> bool:
     """Whether a value is a sequence of lists rather than one list."""
-    return isinstance(lists, list | tuple | Lists) and (not len(lists) or several(lists[0]))
+    return several(lists) and (several(lists[0]) if len(lists) else not isinstance(lists, np.ndarray))
 
 
 def whole_numbers(given: Any, source: str, part: str) -> None:

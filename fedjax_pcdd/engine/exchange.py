@@ -4,7 +4,7 @@ Participants come in groups, one for each architecture, each stacked; participan
 `members` of one group. Letters: G groups, K participants, N public images, B public batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -164,7 +164,7 @@ class Exchange:
 
         def loss(params):
             result = method.imitate({**one.variables, "params": params}, batch, context)
-            value, state = of_kind(method, "imitate", result, object, object)
+            value, state = of_kind(method, "imitate", result, object, Mapping)
             return scalar(method, "imitate", value), state
 
         gradients, state = jax.grad(loss, has_aux=True)(params)

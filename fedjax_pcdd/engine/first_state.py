@@ -24,7 +24,8 @@ def _checked(method: Method, server: Tree) -> Tree:
             raise UserError(
                 f"{name}.traits says that '{field}' is recorded: give a tuple of scalar fields of init_server's state."
             )
-    reads = [hook for hook in ("download", "generic_variables") if getattr(type(method), hook) is getattr(Method, hook)]
+    hooks = ("download", "generic_variables", "personal_variables")
+    reads = [hook for hook in hooks if getattr(type(method), hook) is getattr(Method, hook)]
     if reads and not hasattr(server, "variables"):
         raise UserError(f"{name}.init_server must return something with a field variables, which {reads[0]} returns.")
     return server

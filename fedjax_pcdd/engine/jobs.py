@@ -1,6 +1,6 @@
 """A job in its lane: how one client's local training begins, and one step of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -139,7 +139,7 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
 
         def objective(params):
             result = method.loss({**variables, "params": params}, batch, current_context)
-            value, state = of_kind(method, "loss", result, object, object)
+            value, state = of_kind(method, "loss", result, object, Mapping)
             scalar(method, "loss", value)
             return value + scalar(method, "regulariser", method.regulariser(params, current_context)), (value, state)
 
@@ -155,7 +155,7 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
         return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), **extra))
 
     result = method.local_update(evaluate, step_on, variables, batch, context)
-    value, state, (updates, optimiser) = of_kind(method, "local_update", result, object, object, Step)
+    value, state, (updates, optimiser) = of_kind(method, "local_update", result, object, Mapping, Step)
     same_shapes(method, "local_update", "updates", updates, params, "the parameters are")
     after = {**variables, **state, "params": optax.apply_updates(params, only(moving, updates))}
     same_shapes(method, "local_update", "variables", after, variables, "download gave them")

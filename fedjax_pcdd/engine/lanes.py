@@ -25,7 +25,7 @@ from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import LAYERS, OPTIMISER, Program, Report, State, Tree, block_of, over, put
 from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
-from fedjax_pcdd.methods.checks import of_kind, same_shapes, sendable
+from fedjax_pcdd.methods.checks import numbers, of_kind, same_shapes, sendable
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message
 from fedjax_pcdd.trees import at, select, where, zeros_like
 
@@ -75,7 +75,7 @@ def upload(program: Program, inputs: Inputs, lane: Lane) -> tuple[Tree, Message]
     result = method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
     client, message = of_kind(method, "upload", result, object, Message)
     same_shapes(method, "upload", "client's next state", client, lane.client, "init_client made it")
-    return client, sendable(method, "upload", message)
+    return numbers(method, "upload", (client, sendable(method, "upload", message)))
 
 
 def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:
@@ -138,14 +138,14 @@ def reduce(program: Program, jobs: Jobs, job, live, total: Message, message: Mes
     sums, new = (total.mean, total.total), (message.mean, message.total)
     if jnp.ndim(job) == 0:
         old = sums if single else select(sums, experiment)
-        mean = jax.tree.map(lambda t, m: t + weight.astype(m.dtype) * m, old[0], new[0])
+        mean = jax.tree.map(lambda t, m: t + weight.astype(m.dtype) * jnp.where(weight > 0, m, 0), old[0], new[0])
         updated = mean, jax.tree.map(jnp.add, old[1], new[1])
         return updated if single else put(sums, experiment, updated)
     members = live & (experiment == jnp.arange(program.experiments)[:, None])  # [E, b]
 
     def add(total, values, weight):
-        """Padding may hold anything, so weighting it by 0 is not enough."""
-        mask, weight = (x.reshape(*x.shape, *[1] * (values.ndim - 1)) for x in (members, weight))
+        """Padding and clients without weight may hold anything, NaN too, so weighting them by 0 is not enough."""
+        mask, weight = (x.reshape(*x.shape, *[1] * (values.ndim - 1)) for x in (members & (weight > 0), weight))
         new = jnp.where(mask, weight.astype(values.dtype) * values, 0).sum(1, dtype=values.dtype)
         return total + (new[0] if single else new)
 

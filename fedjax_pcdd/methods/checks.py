@@ -17,7 +17,8 @@ from fedjax_pcdd.trees import summable
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
     """The value that a hook returned; UserError if it is no real scalar."""
-    real = isinstance(value, int | float) or jnp.issubdtype(getattr(value, "dtype", object), jnp.number)
+    dtype = getattr(value, "dtype", object)
+    real = isinstance(value, int | float) or any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
     if real and jnp.ndim(value) == 0 and not jnp.iscomplexobj(value):
         return value
     shape = getattr(value, "shape", None)
@@ -150,18 +151,23 @@ def built(method: Any, model: Any) -> Any:
 
 
 def check_static(method: Any, hook: str, function: Callable[[Any], Any]) -> None:
-    """UserError if a function of the method, which does not fail by itself, needs the values of traced fields."""
-    found: list[Any] = []
+    """UserError if a function of the method, which does not fail by itself, needs the values of traced fields.
+
+    Or if `__post_init__` does, without which JAX cannot make the method.
+    """
+    made, found = list[Any](), list[Any]()
 
     def call(traced):
+        made.append(True)
         with jax.ensure_compile_time_eval():  # arrays that follow from static fields alone have values
             found.append(function(traced))
 
     with suppress(TypeError):  # JAX's errors are among them
         jax.eval_shape(call, method)
     if not found or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(found)):
-        sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)."
-        raise UserError(f"{_name(method)}.{hook} {sentence}")
+        hook, bounds = (hook, "") if made else ("__post_init__", ", or give it bounds there")
+        sentence = "depends on a field that is traced: declare it by fp.hyperparameter(..., static=True)"
+        raise UserError(f"{_name(method)}.{hook} {sentence}{bounds}.")
 
 
 def of_model(method: Any, hook: str, variables: Any) -> Any:

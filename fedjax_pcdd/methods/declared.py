@@ -23,7 +23,7 @@ def check_declared(method: Any) -> None:
     """Raise UserError for a method that cannot work.
 
     A function does not take what that of this package takes in whose place it is called; a field that is traced holds
-    something else than numbers; a trait depends on such a field, or is of another type.
+    something else than numbers; a trait or `__post_init__` depends on such a field, or a trait is of another type.
     """
     check_hooks(method)
     check_fields(method)

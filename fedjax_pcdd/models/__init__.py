@@ -22,7 +22,7 @@ from fedjax_pcdd.models.linen_modules import spelled
 from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.mobilenet import MobileNet
-from fedjax_pcdd.models.nnx_modules import NnxBackbone, abstract, nnx_norms
+from fedjax_pcdd.models.nnx_modules import NnxBackbone, abstract, keeps_statistics, nnx_norms
 from fedjax_pcdd.models.own_modules import adapted
 from fedjax_pcdd.models.pair import Pair
 from fedjax_pcdd.models.resnet import ResNet
@@ -171,9 +171,11 @@ def uses_batch_norm(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
 def normalises(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
     """Whether the backbone has normalisation layers: ours or Flax's, or variables like theirs."""
     model = model.private if isinstance(model, Pair) else model
-    variables, norms = _traced(getattr(model, "backbone", model), image_shape)
+    backbone = getattr(model, "backbone", model)
+    variables, norms = _traced(backbone, image_shape)
     names = {path[-1] for path in flatten_dict(variables.get("params", {}))}
-    return "batch_stats" in variables or "scale" in names or bool(norms)
+    statistics = keeps_statistics(backbone) if isinstance(backbone, NnxBackbone) else "batch_stats" in variables
+    return statistics or "scale" in names or bool(norms)
 
 
 def normalisation_params(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:

@@ -138,6 +138,11 @@ def nnx_norms(module: NnxBackbone) -> frozenset[Path]:
     return frozenset(tuple(map(str, path)) for path, layer in layers if isinstance(layer, _NNX_NORMS))
 
 
+def keeps_statistics(module: NnxBackbone) -> bool:
+    """Whether an NNX module has running statistics, those of norms of its own too; other variables do not count."""
+    return bool(nnx.state(nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut)), nnx.BatchStat))
+
+
 def _split(module: Any) -> Any:
     """Structure, parameters, random numbers and statistics of an NNX module."""
     return nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -203,21 +208,25 @@ def check_nnx(module: NnxBackbone, name: str, image: jax.Array) -> None:
 
 
 def _changed_in_evaluation(module: NnxBackbone, image: jax.Array) -> list[str]:
-    """Paths of statistics and random numbers that an NNX module changes although it is in evaluation mode."""
-    changed: list[str] = []
+    """Paths of statistics and random numbers that an NNX module changes although it is in evaluation mode.
 
-    def call() -> None:
+    Only where they are other objects, as behind `nnx.remat` all are, is the module run to compare the values.
+    """
+
+    def call(image: jax.Array) -> dict[str, Any]:
         instance = module.make(nnx.Rngs(0))
         instance.eval()
         instance.set_attributes(deterministic=True, raise_if_not_found=False)
         before = values(instance)
         instance(image, **spelled(instance))
         after = values(instance)
-        changed.extend("/".join(map(str, path)) for path in before if after.get(path) is not before[path])
+        other = [path for path in before if after.get(path) is not before[path]]
+        return {"/".join(map(str, path)): (before[path], after.get(path)) for path in other}
 
     def values(instance: Any) -> dict[Any, Any]:
         state = nnx.state(instance, nnx.Any(nnx.BatchStat, nnx.RngState))
         return {path: leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 
-    jax.eval_shape(call)
-    return changed
+    # A mean of zeros would stay as it is.
+    pairs = jax.jit(call)(jnp.ones_like(image)) if jax.eval_shape(call, image) else {}
+    return [path for path, (old, new) in pairs.items() if new is None or not jnp.array_equal(old, new)]

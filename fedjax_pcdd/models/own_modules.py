@@ -72,9 +72,11 @@ def _check_variables(module: nn.Module, name: str, image: jax.Array) -> None:
     arguments = spelled(module)
     variables: Any = jax.eval_shape(lambda: module.init(jax.random.key(0), image, **arguments))
     leaves: Any = {"/".join(map(str, path)): x for path, x in flatten_dict(dict(variables)).items()}
-    if lists := [path for path, x in leaves.items() if not hasattr(x, "dtype")]:
+    if others := [path for path, x in leaves.items() if not hasattr(x, "dtype")]:
+        if isinstance(leaves[others[0]], nn.meta.AxisMetadata):
+            raise UserError(f"model {name} keeps '{others[0]}' with metadata, as by nn.with_partitioning: drop these.")
         raise UserError(
-            f"model {name} keeps a list in '{lists[0]}', as by sow: sow into 'intermediates', or not at all."
+            f"model {name} keeps a list in '{others[0]}', as by sow: sow into 'intermediates', or not at all."
         )
     mask, images = jnp.ones(SAMPLES), jax.ShapeDtypeStruct((SAMPLES, *image.shape[1:]), image.dtype)
     with from_outside(f"model {name} {RULE}"), in_this_engine(mask):

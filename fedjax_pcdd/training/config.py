@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from fedjax_pcdd.data.partition import CLIENTS, check_name, has_clients
-from fedjax_pcdd.errors import UserError, is_there
+from fedjax_pcdd.errors import UserError, is_there, shortened
 from fedjax_pcdd.registry import recall, short_name
 from fedjax_pcdd.training import fields
 from fedjax_pcdd.training.fields import check, options_of, run_option
@@ -347,11 +347,23 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
     config = RunConfig(**{name: value for name, value in given.items() if name in RUN})
     cls = methods.get(config.method)
     check_names(cls)
-    method = cls(**{name: value for name, value in given.items() if name not in RUN})
-    for option in options_of(cls).values():
-        check(option, getattr(method, option.name))
+    method = _made(cls, {name: value for name, value in given.items() if name not in RUN})
     check_declared(method)
     return config, method
+
+
+def _made(cls: type["Method"], given: Mapping[str, Any]) -> "Method":
+    """A method from hyper-parameters by name; UserError for one that is missing, out of its bounds, or no option."""
+    for field in dataclasses.fields(cls):
+        if field.default is field.default_factory is dataclasses.MISSING and field.name not in given:
+            raise UserError(f"`{field.name}` has no default: give its value.")
+    method = cls(**given)
+    for option in options_of(cls).values():
+        value = getattr(method, option.name)
+        if not fields.is_written(value):
+            raise UserError(f"`{option.name}`, {shortened(value)}, {fields.NOT_PLAIN}.")
+        check(option, value)
+    return method
 
 
 def dump(config: RunConfig, method: "Method") -> str:

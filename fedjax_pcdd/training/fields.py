@@ -52,8 +52,13 @@ class Option:
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Option]:
-    """The options of a dataclass by field name, in the order of the fields."""
-    hints = typing.get_type_hints(cls)
+    """The options of a dataclass by field name, in the order of the fields; UserError for an unknown annotation."""
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError as error:
+        raise UserError(
+            f"{cls.__name__} has a field of an unknown type ({error}): import it outside of `if TYPE_CHECKING`."
+        ) from error
     options = {}
     for field in dataclasses.fields(cls):
         kinds = members(hints[field.name])
@@ -74,9 +79,17 @@ def is_plain(kind: Any) -> bool:
     return all(part in _WORDS or typing.get_origin(part) is Literal for part in members(kind))
 
 
+def is_written(value: Any) -> bool:
+    """Whether a configuration can hold a value: a number or text of Python's own class, a path, or None."""
+    return type(value) in (bool, int, float, str, types.NoneType) or isinstance(value, Path)
+
+
 def choices(kind: Any) -> list:
     """The values that a type lists as literals; none if it lists none."""
     return [choice for part in members(kind) if typing.get_origin(part) is Literal for choice in typing.get_args(part)]
+
+
+NOT_PLAIN = "cannot be an option: declare it as int, float, bool, str, Path or Literal, or use the class in Python"
 
 
 def convert(option: Option, text: str | None, label: str | None = None) -> Any:
@@ -94,6 +107,8 @@ def convert(option: Option, text: str | None, label: str | None = None) -> Any:
         if not option.optional:
             raise UserError(f"{label} takes {_expected(option)}, so it cannot be empty.")
         return None
+    if not is_plain(option.kind):
+        raise UserError(f"{label} {NOT_PLAIN}.")
     for kind in members(option.kind):
         try:
             value = _read(kind, text)

@@ -305,7 +305,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
     """A value as JSON, with null for numbers that are not finite; UserError for what JSON has not (of a callback)."""
     try:
         return json.dumps(_plain(value), indent=indent, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         reason = in_one_line(error)
         raise UserError(f"a callback keeps or records what cannot be written ({reason}): convert it first.") from error
 

@@ -14,6 +14,7 @@ import numpy as np
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.registry import from_outside
 from fedjax_pcdd.training.protocols import IN_WORDS
 
 LAST = 10  # rounds averaged, reported besides best and last
@@ -162,7 +163,8 @@ class History:
         them for each checkpoint takes tens of milliseconds after a thousand rounds.
         """
         # A callback may have added numbers of NumPy's or JAX's.
-        self._encoded += [json.dumps(row, default=lambda x: x.tolist()) for row in self.rows[len(self._encoded) :]]
+        with from_outside("a callback records what cannot be written"):
+            self._encoded += [json.dumps(row, default=lambda x: x.tolist()) for row in self.rows[len(self._encoded) :]]
         clients = {name: _encoded(getattr(self, name)) for name in CLIENTS}
         clients |= {"ga_best_mean": self.ga_best_mean, "select_on": self.select_on}
         clients["also"] = {name: _encoded(values) for name, values in self.also.items()}

@@ -124,7 +124,7 @@ MISTAKES = {
     "a rule that is none": (lambda: simulate(method=Rules()), "Rules.server_rule must return a GradientTransformation"),
     "a gradient in place of a step": (
         lambda: simulate(method=Evaluates()),
-        "local_update must return a tuple (anything, anything, a Step), not Evaluated",
+        "local_update must return a tuple (anything, a Mapping, a Step), not Evaluated",
     ),
     "a callback that takes no report": (
         lambda: simulate(callbacks=[Deaf()]),
@@ -209,7 +209,7 @@ MISTAKES = {
     ),
     "a method without a loss": (
         lambda: simulate(method=Loses()),
-        "Loses.loss must return a tuple (anything, anything)",
+        "Loses.loss must return a tuple (anything, a Mapping)",
     ),
     "a method without a model": (
         lambda: simulate(method=Generic()),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pcdd.data.lists import Partition, class_counts, following, load_partition
+from fedjax_pcdd.data.lists import Partition, checked, class_counts, following, load_partition
 from fedjax_pcdd.data.partition import (
     PARTITIONS,
     dirichlet,
@@ -376,6 +376,25 @@ def test_a_function_from_outside_that_draws_without_the_seed_is_refused(tmp_path
     assert len(partition(f"{tmp_path}/seeded.py:drawn", np.zeros(40, int), [], seed=3).train[0]) == 40
     with pytest.raises(UserError, match=r"gives other lists each time, .*: draw by seed\.$"):
         partition(f"{tmp_path}/free.py:drawn", np.zeros(40, int), [], seed=3)
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        (np.array([[0, 1], [2, 3]]), np.array([[0], [1]])),
+        [[[0, 1], [2, 3]], [[0], [1]]],
+        ([[0, 1], [2, 3]], np.array([[0], [1]])),
+    ],
+    ids=["two arrays", "a list of lists", "lists and an array"],
+)
+def test_training_and_test_lists_may_be_arrays_or_stand_in_a_list(lists):
+    train, test = checked(lists, np.zeros(4), np.zeros(2), "split")
+    assert [list(part) for part in (*train, *test)] == [[0, 1], [2, 3], [0], [1]]
+
+
+def test_two_arrays_of_samples_are_two_clients():
+    train, _ = checked((np.array([0, 1]), np.array([2])), np.zeros(4, int), np.zeros(2, int), "split")
+    assert [list(part) for part in train] == [[0, 1], [2]]
 
 
 def test_a_failing_function_from_outside_is_reported_in_one_sentence(tmp_path):

@@ -142,7 +142,7 @@ class Lossless(Exchanging):
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (Terse(), r"Terse\.imitate must return a tuple \(anything, anything\), not"),
+        (Terse(), r"Terse\.imitate must return a tuple \(anything, a Mapping\), not"),
         (Flat(), r"Flat\.agree must return targets of shape \[5, 8\] and on; it has the shape \[8, 4\]\."),
         (Flat(consensus="per_round"), r"Flat\.agree must return targets of shape \[5, 21\] and on; it has the shape"),
         (Targets(), r"Targets\.agree must return a tuple \(anything, anything\), not"),

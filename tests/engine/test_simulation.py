@@ -26,6 +26,7 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Message, Method, Summary, hyperparameter
 from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.testing import leaves
 
 
 def params(state):
@@ -150,6 +151,25 @@ def test_strict_rule_leaves_small_clients_out():
     assert len(batches[0]) == 0
     assert jobs.weight[0] == 0
     assert np.isclose(jobs.weight.sum(), 1)
+
+
+@struct.dataclass
+class Poisoned(Method):
+    """Client 1 has no weight, and sends what is not finite."""
+
+    def weight(self, facts):
+        return jnp.where(facts.client == 1, 0.0, 1.0)
+
+    def upload(self, variables, summary, context):
+        poison = jnp.where(context.facts.client == 1, jnp.nan, 0.0)
+        return (), Message(mean=jax.tree.map(lambda x: x + poison, variables))
+
+
+@pytest.mark.parametrize("size", [{"lanes": 1}, pytest.param({"lanes": 3, "block": 3}, marks=pytest.mark.thorough)])
+def test_a_client_without_weight_cannot_spoil_the_mean(size):
+    simulated = toy.simulation(method=Poisoned(), cohort=5, **size)
+    state, _ = simulated.step(simulated.start(), 0)
+    assert all(np.isfinite(x).all() for x in leaves(state.servers))
 
 
 def test_cohort_does_not_depend_on_the_method():

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy
 from flax import struct
@@ -9,6 +10,7 @@ from flax import struct
 import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Message, Method
+from fedjax_pcdd.testing import leaves
 
 
 @struct.dataclass
@@ -118,15 +120,30 @@ class Texting(Method):
         return (), Message(mean=variables, total={"note": "hello"})
 
 
+@struct.dataclass
+class Stateless(Method):
+    def loss(self, variables, batch, context):
+        return super().loss(variables, batch, context)[0], None
+
+
+@struct.dataclass
+class Standing(Method):
+    def local_update(self, evaluate, step, variables, batch, context):
+        loss, _, taken_step = super().local_update(evaluate, step, variables, batch, context)
+        return loss, None, taken_step
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
+        (Stateless, r"Stateless\.loss must return a tuple \(anything, a Mapping\), not \(.*, NoneType\)\."),
+        (Standing, r"Standing\.local_update must return a tuple \(anything, a Mapping, a Step\), not \(.*NoneType, "),
         (Half, r"Half\.trainable must say True or False of each array of the parameters; .* is 0\.5\."),
         (Texting, r"Texting\.upload must send numbers; .*\['note'\] is 'hello'\."),
         (Counting, r"Counting\.upload must send real numbers in the .* mean, .* \['count'\] is int32: convert it"),
         (Halving, r"Halving\.upload must return the client's next state .*; \['count'\] is float32, not int32\."),
         (Nothing, r"Nothing\.penalty must return a scalar, not NoneType"),
-        (Unfinished, r"Unfinished\.local_update must return a tuple \(anything, anything, a Step\), not"),
+        (Unfinished, r"Unfinished\.local_update must return a tuple \(anything, a Mapping, a Step\), not"),
         (Halved, r"Halved\.trainable must say something of each array of the parameters, or return None\."),
         (Silent, r"Silent\.upload must return a tuple \(anything, a Message\), not NoneType\."),
         (Swapped, r"Swapped\.upload must return a tuple \(anything, a Message\), not \(Message, "),
@@ -148,9 +165,43 @@ def test_a_hook_that_returns_the_wrong_type_or_shape_is_named(method, sentence):
 
 
 @struct.dataclass
+class Numbering(Method):
+    def init_client(self, setting, server, facts, key):
+        return {"rounds": 0}
+
+    def upload(self, variables, summary, context):
+        return {"rounds": 1}, Message({"model": variables, "one": 1.0}, total=2, each=3.0)
+
+    def aggregate(self, server, message, weights, context):
+        said = jnp.stack([message.mean["one"], message.total, *message.each])
+        return server._replace(variables=jax.tree.map(lambda x: x + said.sum(), message.mean["model"]))
+
+
+@pytest.mark.thorough
+def test_messages_and_states_of_clients_may_be_numbers_of_python():
+    simulated, plain = (toy.simulation(method=method) for method in (Numbering(), Method()))
+    state, expected = (one.step(one.start(), 0)[0] for one in (simulated, plain))
+    assert sorted(np.array(state.clients["rounds"])) == [0, 0, 1, 1, 1]
+    for new, old in zip(leaves(state.servers), leaves(expected.servers), strict=True):
+        np.testing.assert_allclose(new, old + 1 + 3 * 2 + 3 * 3, rtol=1e-6)
+
+
+@struct.dataclass
 class Bare(Method):
     def init_server(self, setting, variables, class_counts, key):
         return variables
+
+
+@struct.dataclass
+class Personless(Method):
+    def init_server(self, setting, variables, class_counts, key):
+        return {"model": variables}
+
+    def download(self, server, client):
+        return server["model"]
+
+    def generic_variables(self, server):
+        return server["model"]
 
 
 @struct.dataclass
@@ -168,6 +219,8 @@ class Further(Method):
 def test_a_server_without_variables_and_hooks_that_return_no_model_are_named():
     with pytest.raises(UserError, match=r"Bare\.init_server must return something with a field variables, which downl"):
         toy.simulation(method=Bare()).start()
+    with pytest.raises(UserError, match=r"Personless\.init_server must .* a field variables, which personal_variables"):
+        toy.simulation(method=Personless()).start()
     simulated = toy.simulation(method=Empty())
     with pytest.raises(UserError, match=r"Empty\.download must return variables of a model, with params, not a dict"):
         simulated.round.lower(*round_arguments(simulated))
@@ -203,6 +256,18 @@ class Weighing(Method):
 class WeighingClasses(Method):
     def weight(self, facts):
         return facts.class_counts
+
+
+@struct.dataclass
+class Choosing(Method):
+    def weight(self, facts):
+        return facts.num_samples > 10
+
+
+def test_a_weight_may_be_a_boolean():
+    np.testing.assert_allclose(
+        toy.simulation(method=Choosing(), cohort=5).jobs(0)[0].weight, [0, 1 / 3, 0, 1 / 3, 1 / 3]
+    )
 
 
 @struct.dataclass

@@ -82,6 +82,11 @@ WRONGLY_DECLARED = {
         {"n": hyperparameter(2, help="n"), "traits": lambda self: Traits(more_epochs=1 if self.n else 2)},
         "Mine.traits depends on a field that is traced",
     ),
+    "a comparison as it is made": (
+        {"n": hyperparameter(2, help="n"), "__post_init__": lambda self: int(self.n < 0)},
+        "Mine.__post_init__ depends on a field that is traced: declare it by fp.hyperparameter(..., static=True), or "
+        "give it bounds there.",
+    ),
     "a traced path": ({"path": hyperparameter(Path(), help="")}, "Mine.path is a PosixPath, which cannot be traced"),
     "a traced text": ({"kind": hyperparameter("a", help="kind")}, "Mine.kind is a text, which cannot be traced"),
 }

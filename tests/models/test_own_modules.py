@@ -475,6 +475,45 @@ def test_a_norm_without_parameters_normalises():
     assert normalisation_params(built(Bare), SHAPE) == ()
 
 
+class NnxCounting(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.calls, self.linear = nnx.Variable(jnp.zeros(())), nnx.Linear(64, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x.reshape(len(x), -1))
+
+
+class NnxKeeping(NnxCounting):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(64))
+
+
+def test_variables_of_nnx_count_as_normalisation_only_if_they_are_running_statistics():
+    assert [normalises(built(module), SHAPE) for module in (NnxCounting, NnxKeeping)] == [False, True]
+
+
+class NnxRemat(nnx.Module):
+    def __init__(self, rngs, always=None):
+        self.norm, self.drop = nnx.BatchNorm(64, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.running = None if always is None else not always
+
+    @nnx.remat
+    def block(self, x):
+        return self.drop(self.norm(x, use_running_average=self.running))
+
+    def __call__(self, x):
+        return self.block(x.reshape(len(x), -1))
+
+
+def test_what_passes_through_remat_does_not_count_as_changed():
+    model = built(NnxRemat)
+    variables = initialise(model, jax.random.key(0), SHAPE)
+    outputs, state = trained(model, variables, key=jax.random.key(1))
+    assert np.isfinite(outputs.logits).all()
+    assert not np.array_equal(*(x["batch_stats"]["backbone"]["norm"]["mean"] for x in (variables, state)))
+
+
 class Wide(nn.Module):
     width: int
 
@@ -512,6 +551,13 @@ class Sowing(nn.Module):
     def __call__(self, x):
         self.sow("losses", "l", jnp.sum(x))
         return x.reshape(len(x), -1)
+
+
+class Partitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(4, kernel_init=kernel_init)(x.reshape(len(x), -1))
 
 
 class NnxAlways(nnx.Module):
@@ -563,6 +609,8 @@ def test_dropout_without_a_key_is_the_identity_so_that_it_may_ignore_train(modul
         (nn.Dense, "model Dense needs 'features'"),
         (AlwaysNormed, "model AlwaysNormed must neither draw nor change .*: ModifyScopeVariableError: .*mean"),
         (Sowing, "model Sowing keeps a list in 'losses/l', as by sow: sow into 'intermediates'"),
+        (Partitioned, "model Partitioned keeps 'params/Dense_0/kernel' with metadata, as by nn.with_partitioning: dr"),
+        (lambda rngs: NnxRemat(rngs, True), "model <lambda> must neither draw .* it changes norm/mean."),
         (NnxAlways, "model NnxAlways must neither draw .* it changes norm/mean."),
         (NnxNoisy, "model NnxNoisy must neither draw .* it changes rngs/noise/count."),
     ],

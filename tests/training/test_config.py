@@ -1,5 +1,6 @@
 """The run's configuration: what it refuses, and that its YAML is complete."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError, as_path
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedgela import FedGELA
@@ -26,6 +28,8 @@ from fedjax_pcdd.training.config import (
     values,
 )
 from fedjax_pcdd.training.fields import convert_all, load_mapping, options_of
+from fedjax_pcdd.training.options import configure
+from fedjax_pcdd.training.presets import read_run
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -111,6 +115,78 @@ def test_an_invalid_configuration_file_is_refused_in_one_sentence(text, sentence
         parse_config(text, "X")
     assert str(error.value).startswith(sentence)
     assert "\n" not in str(error.value)
+
+
+ODD = """
+from __future__ import annotations
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+from flax import struct
+import fedjax_pcdd as fp
+if TYPE_CHECKING:
+    from jax import Array
+
+class Kind(str, enum.Enum):
+    A = "a"
+
+@struct.dataclass
+class Sized(fp.Method):
+    sizes: tuple[int, ...] = fp.hyperparameter((1, 2), help="s", static=True)
+
+@struct.dataclass
+class Chosen(fp.Method):
+    kind: Kind = fp.hyperparameter(Kind.A, help="k", static=True)
+
+@struct.dataclass
+class Hidden(fp.Method):
+    table: Array | None = fp.hyperparameter(None, help="t")
+
+@struct.dataclass
+class Needy(fp.Method):
+    mu: float = struct.field(kw_only=True)
+
+@struct.dataclass
+class Filed(fp.Method):
+    path: Path | None = fp.hyperparameter(None, help="p", static=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"method": "Sized"},
+            "sizes, a tuple, cannot be an option: declare it as int, float, bool, str, Path or Literal",
+        ),
+        ({"method": "Sized", "sizes": "1,2"}, "sizes cannot be an option: declare it as"),
+        ({"method": "Chosen"}, "kind, <Kind.A: 'a'>, cannot be an option"),
+        ({"method": "Chosen", "kind": "a"}, "kind cannot be an option"),
+        (
+            {"method": "Hidden"},
+            "Hidden has a field of an unknown type (name 'Array' is not defined): import it outside",
+        ),
+        ({"method": "Needy"}, "mu has no default: give its value."),
+    ],
+    ids=lambda value: "=".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_a_hyperparameter_that_cannot_be_an_option_is_refused(tmp_path, options, sentence):
+    (tmp_path / "odd.py").write_text(ODD)
+    with pytest.raises(UserError) as error:
+        configure(options | {"method": f"{tmp_path}/odd.py:{options['method']}"})
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.thorough
+def test_a_hyperparameter_may_be_a_path(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    run, method = configure(
+        {"method": f"{tmp_path}/odd.py:Filed", "path": "a/b", "dataset": "digits", "model": "mlp", "rounds": "1"}
+        | {"local_epochs": "1", "fine_tune_epochs": "0", "quiet": "true", "run_dir": str(tmp_path / "run")}
+    )
+    runs.run(run, method)
+    assert json.loads((tmp_path / "run/resolved.json").read_text())["hyperparameters"] == {"path": "a/b"}
+    assert read_run(tmp_path / "run")[1] == method
 
 
 @pytest.mark.parametrize("text", ["weight-decay: 1e-5", "weight_decay: '1e-5'", "weight_decay: 0.00001"])

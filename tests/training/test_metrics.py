@@ -2,12 +2,14 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import metrics
+from fedjax_pcdd.training.folder import dumps
 from fedjax_pcdd.training.metrics import SELECTED, History, new_history
 
 
@@ -47,6 +49,17 @@ def test_a_row_is_encoded_once_however_many_checkpoints_follow(monkeypatch):
         add_rounds(history, [round])
         history.to_json()
     assert [value["round"] for value in encoded if "round" in value] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("entry", [{(0, 1): 1.0}, {"key": jax.random.key(0)}, {"set": {1}}], ids=str)
+def test_a_row_that_json_cannot_hold_is_refused(entry):
+    with pytest.raises(UserError, match=r"^a callback records what cannot be written: .*\.$"):
+        History([entry]).to_json()
+
+
+def test_a_random_key_in_a_row_is_refused_where_it_is_written():
+    with pytest.raises(UserError, match="a callback keeps or records what cannot be written"):
+        dumps({"key": jax.random.key(0)})
 
 
 def test_ga_of_local_models_is_that_of_each_clients_best_round_by_own_tests():
