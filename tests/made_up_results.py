@@ -10,8 +10,9 @@ def made_up(method, ga, seed=0, *, split="A", variant=None, tag="", status="fini
     return {
         "status": status, "scale": "cpu", "table": "toy/table1", "split": split, "method": method, "variant": variant,
         "tag": tag, "seed": seed, "command": f"python experiments/run.py --method={name} --seed={seed}",
-        "over_preset": over, "metrics": {"ga_pct": ga}, "ga_best": ga / 100, "ga_best_round": 3,
-        "ga_last": (ga - 2) / 100, "ga_mean_last10": (ga - 5) / 100, "seconds": 36.0, "machine": {"device": "cpu"},
+        "over_preset": over, "options": {"local_epochs": 2}, "metrics": {"ga_pct": ga},
+        "ga_best": ga / 100, "ga_best_round": 3, "ga_last": (ga - 2) / 100, "ga_mean_last10": (ga - 5) / 100,
+        "seconds": 36.0, "machine": {"device": "cpu"},
         "sentence": "it diverged.",
     }  # fmt: skip
 

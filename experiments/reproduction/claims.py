@@ -9,8 +9,8 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import METRICS, PA, PA_LAST
 from fedjax_pcdd.report.statistics import Difference, family
 from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
-from reproduction.columns import BASELINE, Column, Expectations, Row, difference, in_words, printed
-from reproduction.verdicts import VERDICTS, against
+from reproduction.columns import BASELINE, Column, Expectations, Row, alike, difference, in_words, printed
+from reproduction.verdicts import UNLIKE, VERDICTS, against
 
 POINTS = "pct", "fraction"  # endings of the metrics that are in percent points
 
@@ -55,13 +55,17 @@ class Finding(NamedTuple):
       paper: the printed difference.
       best: difference of the best round, its p-value adjusted for all claims of the page that were tried; None if this
         one was not.
-      last_ten: difference of the mean of the last ten rounds, adjusted likewise; None for PA, which is of other models
-        there.
+      unchosen: difference where no test chose the round, adjusted likewise: of the mean of the last ten rounds, for PA
+        of fine-tuned models of the last round.
+      of_last: whether that is the last round.
       by_last: difference of the models after their last epoch, adjusted likewise, for a claim about PA.
-      alone, alone_by_last: `best` and `by_last` with unadjusted p-values.
+      alone, alone_by_last, alone_unchosen: `best`, `by_last` and `unchosen` with unadjusted p-values.
       in_table: the best round's p-value adjusted for the claims on the same table and scale.
       images: the data set or the task, if it is not that of the table.
       superseded: options that the runs had from a preset which has other values today.
+      pa_epochs: local epochs between the server's model and the test in the higher and the lower row, for a claim about
+        PA where they differ; then it has no p-values.
+      averages: whether the split is a mean over other ones.
     """
 
     claim: Claim
@@ -70,13 +74,17 @@ class Finding(NamedTuple):
     scale: str
     paper: float | None
     best: Difference | None
-    last_ten: Difference | None
+    unchosen: Difference | None
     by_last: Difference | None = None
     alone: Difference | None = None
     alone_by_last: Difference | None = None
+    alone_unchosen: Difference | None = None
     in_table: float | None = None
     images: str = ""
     superseded: Mapping[str, str] = {}
+    of_last: bool = False
+    pa_epochs: tuple[int | None, int | None] | None = None
+    averages: bool = False
 
     @property
     def where(self) -> str:
@@ -92,8 +100,8 @@ class Finding(NamedTuple):
     @property
     def verdict(self) -> str:
         """The verdict by the best round, as in the papers; for PA the model after the last epoch must agree with it."""
-        if self.best is None:
-            return "not tried"
+        if self.best is None or self.pa_epochs:
+            return UNLIKE if self.pa_epochs else "not tried"
         verdict = against(self.best, self.claimed)
         agreed = self.by_last is None or against(self.by_last, self.claimed) == verdict
         return verdict if agreed else "not distinguishable"
@@ -148,11 +156,18 @@ def _finding(claim: Claim, column: Column, paper: float | None) -> Finding | Non
     best = None if higher is None or lower is None else difference(higher, lower, claim.metric)
     if higher is None or lower is None or best is None:
         return None
-    last_ten = None if claim.metric == PA else difference(higher, lower, claim.metric, last_ten=True)
+    found = Finding(
+        claim, column.split, column.tag, column.scale, paper, best, None, images=_images(higher),
+        superseded=lower.superseded | higher.superseded, averages="options" not in higher.results[0],
+    )  # fmt: skip
+    if not alike(higher, lower, claim.metric):
+        return found._replace(best=best._replace(p=None), pa_epochs=(higher.pa_epochs, lower.pa_epochs))
+    of_last = claim.metric == PA and not higher.tuned_epochs is lower.tuned_epochs is None
+    unchosen = difference(higher, lower, claim.metric, of="last" if of_last else "last ten")
     last_epoch = difference(higher, lower, PA_LAST) if claim.metric == PA else None
-    return Finding(
-        claim, column.split, column.tag, column.scale, paper, best, last_ten, last_epoch, best, last_epoch,
-        images=_images(higher), superseded=lower.superseded | higher.superseded,
+    return found._replace(
+        unchosen=unchosen, of_last=of_last, by_last=last_epoch,
+        alone=best, alone_by_last=last_epoch, alone_unchosen=unchosen,
     )  # fmt: skip
 
 
@@ -163,17 +178,17 @@ def _images(row: Row) -> str:
 
 def _adjusted(all_findings: Sequence[Finding]) -> list[Finding]:
     """The findings with p-values adjusted as one family over the page, and as one for each table and scale."""
-    names = ("best", "last_ten", "by_last")
-    bests, last_tens, last_epochs = (family([getattr(finding, name) for finding in all_findings]) for name in names)
+    names = ("best", "unchosen", "by_last")
+    bests, unchosen, last_epochs = (family([getattr(finding, name) for finding in all_findings]) for name in names)
     of_table: dict[int, float | None] = {}
     for key in dict.fromkeys((finding.claim.table, finding.scale) for finding in all_findings):
         indices = [i for i, finding in enumerate(all_findings) if (finding.claim.table, finding.scale) == key]
         adjusted = family([all_findings[i].best for i in indices])
         of_table |= {i: delta and delta.p for i, delta in zip(indices, adjusted, strict=True)}
     return [
-        finding._replace(best=best, last_ten=last_ten, by_last=last_epoch, in_table=of_table[i])
-        for i, (finding, best, last_ten, last_epoch) in enumerate(
-            zip(all_findings, bests, last_tens, last_epochs, strict=True)
+        finding._replace(best=best, unchosen=by_unchosen, by_last=last_epoch, in_table=of_table[i])
+        for i, (finding, best, by_unchosen, last_epoch) in enumerate(
+            zip(all_findings, bests, unchosen, last_epochs, strict=True)
         )
     ]
 
@@ -190,7 +205,7 @@ class Count(NamedTuple):
 def counts(columns: Sequence[Column], expected: Expectations) -> list[Count]:
     """All methods against FedAvg on all splits that the paper prints; each table, metric and scale is one family.
 
-    Metrics without a best value, as seconds, are left out.
+    Metrics without a best value, as seconds, are left out, and PA that follows other numbers of local epochs.
     """
     members: dict[tuple[str, str, str], list[tuple[Difference, float]]] = {}
     for column in columns:
@@ -199,7 +214,7 @@ def counts(columns: Sequence[Column], expected: Expectations) -> list[Count]:
                 continue
             numbers = printed(expected[column.table], column.split, metric)
             for row in column.rows if not column.tag and BASELINE in numbers else ():
-                delta = column.over_baseline(row, metric)
+                delta = column.over_baseline(row, metric) if column.like_baseline(row, metric) else None
                 if delta is not None and row.name in numbers:
                     delta_and_claimed = delta, numbers[row.name] - numbers[BASELINE]
                     members.setdefault((column.scale, column.table, metric), []).append(delta_and_claimed)
@@ -214,4 +229,4 @@ def _verdicts(pairs: Sequence[tuple[Difference, float]]) -> list[str]:
 def ordered(verdicts: Iterable[str]) -> list[str]:
     """The verdicts that occur, in the order of `VERDICTS`."""
     present = set(verdicts)
-    return [verdict for verdict in VERDICTS if verdict in present]
+    return [verdict for verdict in (*VERDICTS, UNLIKE) if verdict in present]

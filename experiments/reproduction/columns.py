@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from fedjax_pcdd.report.expected import Expected, kind
+from fedjax_pcdd.report.expected import PA, Expected, kind
 from fedjax_pcdd.report.statistics import Difference, paired
 from fedjax_pcdd.report.tables import over_seeds
 from reproduction.verdicts import rank_correlation
@@ -12,6 +12,7 @@ from reproduction.verdicts import rank_correlation
 BASELINE = "fedavg"
 # Metric of the expected tables -> a result's entry with the mean of its last ten rounds, as a share.
 LAST_TEN = {"ga_pct": "ga_mean_last10", "ga_fraction": "ga_mean_last10", "pa_pct": "pa_mean_last10"}
+LAST = {"ga_pct": "ga_last", "ga_fraction": "ga_last", "pa_pct": "pa_last"}  # the same for the last round
 FACTORS = {"ga_fraction": 100.0}  # shares are shown in percent
 FIRST = "0.1"  # the version of results that do not name theirs
 
@@ -52,6 +53,22 @@ class Row(NamedTuple):
         """The mean of the last ten rounds, for an accuracy of the best round, in percent, by seed."""
         name = LAST_TEN.get(metric, "")
         return {r["seed"]: 100.0 * r[name] for r in self.results if r.get(name) is not None}
+
+    def last(self, metric: str) -> dict[int, float]:
+        """An accuracy in the last round, in percent, by seed; after fine-tuning where PA is."""
+        name = LAST.get(metric, "")
+        return {r["seed"]: 100.0 * r[name] for r in self.results if r.get(name) is not None}
+
+    @property
+    def tuned_epochs(self) -> int | None:
+        """Epochs for which the global model is fine-tuned before PA, None if it is not."""
+        match = re.match(r"global model fine-tuned for (\d+) epochs", str(self.results[0].get("pa_protocol")))
+        return int(match[1]) if match else None
+
+    @property
+    def pa_epochs(self) -> int | None:
+        """Local epochs between the server's model and the test of PA, None for a mean over splits."""
+        return self.tuned_epochs or self.results[0].get("options", {}).get("local_epochs")
 
     @property
     def versions(self) -> dict[int, str]:
@@ -111,6 +128,11 @@ class Column(NamedTuple):
         base = self.row(BASELINE)
         return None if base is None or row.name == BASELINE else difference(row, base, metric)
 
+    def like_baseline(self, row: Row, metric: str) -> bool:
+        """Whether the metric is the same quantity as FedAvg's."""
+        base = self.row(BASELINE)
+        return base is None or alike(row, base, metric)
+
     def order(self, metric: str, printed: Mapping[str, float]) -> tuple[float | None, int, tuple[int, ...]]:
         """Rank correlation of our means with the printed numbers, the number of rows, and the seeds.
 
@@ -124,9 +146,15 @@ class Column(NamedTuple):
         return rank_correlation([ours for ours, _ in pairs], [paper for _, paper in pairs]), len(pairs), tuple(seeds)
 
 
+def alike(one: Row, other: Row, metric: str) -> bool:
+    """Whether a metric is the same quantity in both rows: PA follows equally many local epochs."""
+    return kind(metric) != kind(PA) or one.pa_epochs == other.pa_epochs
+
+
 def difference(
-    higher: Row, lower: Row, metric: str, *, last_ten: bool = False, seeds: Container[int] | None = None
-) -> Difference | None:
+    higher: Row, lower: Row, metric: str, *, of: Literal["best", "last ten", "last"] = "best",
+    seeds: Container[int] | None = None,
+) -> Difference | None:  # fmt: skip
     """The paired difference of two rows, None without a pair.
 
     A pair is two runs of one seed and of one version of the project: another version may sum in another order, which
@@ -136,10 +164,11 @@ def difference(
     Args:
       higher, lower: the difference is the first minus the second.
       metric: a metric of the expected tables.
-      last_ten: take the mean of the last ten rounds.
+      of: which rounds: the best one, the mean of the last ten, or the last one.
       seeds: the seeds to use, by default all.
     """
-    higher_values, lower_values = (row.last_ten(metric) if last_ten else row.values(metric) for row in (higher, lower))
+    read = {"best": Row.values, "last ten": Row.last_ten, "last": Row.last}[of]
+    higher_values, lower_values = (read(row, metric) for row in (higher, lower))
     same_version = {seed for seed, version in higher.versions.items() if lower.versions.get(seed) == version}
     counted = [seed for seed in higher_values if seed in same_version and (seeds is None or seed in seeds)]
     delta = paired({seed: higher_values[seed] for seed in counted}, lower_values)

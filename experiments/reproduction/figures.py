@@ -69,7 +69,7 @@ def picture(findings: Sequence[Finding], words: str) -> str:
 
 
 def _shown(finding: Finding) -> bool:
-    return finding.best is not None and finding.claim.in_points
+    return finding.best is not None and finding.claim.in_points and not finding.pa_epochs
 
 
 def _draw(axes: Axes, y: int, finding: Finding) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fedjax_pcdd.report.statistics import Difference
 from fedjax_pcdd.training.config import RUN
 from reproduction.claims import Claim
-from reproduction.columns import Column, Row, difference, in_words
+from reproduction.columns import Column, Row, alike, difference, in_words
 
 CPU = "cpu"  # the scale that the others are compared with
 # The kind of a departure is the first one that lists an option in which it departs; an empty set takes the rest.
@@ -125,11 +125,16 @@ def _difference(
     claim: Claim, column: Column, usual: Column, settings: Mapping[str, str] | None = None,
     seeds: Container[int] | None = None,
 ) -> Difference | None:  # fmt: skip
-    """The difference in a column; its lower row may come from the usual column if only options of a method depart."""
+    """The difference in a column, None without one of like quantities.
+
+    Its lower row may come from the usual column if only options of a method depart.
+    """
     higher, lower = column.row(claim.higher), column.row(claim.lower)
     if lower is None and not RUN.keys() & (settings or {}).keys():
         lower = usual.row(claim.lower)
-    return None if higher is None or lower is None else difference(higher, lower, claim.metric, seeds=seeds)
+    if higher is None or lower is None or not alike(higher, lower, claim.metric):
+        return None
+    return difference(higher, lower, claim.metric, seeds=seeds)
 
 
 def hinges_section(claims: Sequence[Claim], known: Sequence[Departure]) -> list[str]:
@@ -159,7 +164,8 @@ def _of_kind(kind: str, members: Sequence[Departure]) -> list[str]:
 
 
 def where(departure: Departure) -> str:
-    """Split, and tag or scale, of a departure, in words."""
-    tag = f" `{departure.tag}`" if departure.tag else ""
-    scale = f", scale `{departure.scale}`" if departure.scale != CPU or not tag else ""
+    """Split, with the tag of what it departs from, and tag or scale, of a departure, in words."""
+    tag = "".join(f" {name}" for name in [departure.base] if name and name not in departure.tag)
+    tag += f" `{departure.tag}`" if departure.tag else ""
+    scale = f", scale `{departure.scale}`" if departure.scale != CPU or not departure.tag else ""
     return departure.split + tag + scale

@@ -36,23 +36,23 @@ class Need(NamedTuple):
 
     Args:
       claim, split: the claim and one of its splits.
-      by_cell: hours predicted for each cell of both rows, all seeds in the paper's settings, by table and name; None
-        without a prediction.
+      by_run: hours predicted for each run of both rows, all seeds in the paper's settings, by its name, as tables share
+        runs; None without a prediction.
       part: the part of the GPU plan (benchmarks/gpu) that runs them, None if none does.
       planned: whether the plan `gpu` has both rows.
     """
 
     claim: Claim
     split: str
-    by_cell: Mapping[str, float | None]
+    by_run: Mapping[str, float | None]
     part: int | None
     planned: bool
 
     @property
     def hours(self) -> float | None:
-        """Hours of all its cells, None if one has no prediction."""
-        predicted = [hours for hours in self.by_cell.values() if hours is not None]
-        return sum(predicted) if len(predicted) == len(self.by_cell) else None
+        """Hours of all its runs, None if one has no prediction."""
+        predicted = [hours for hours in self.by_run.values() if hours is not None]
+        return sum(predicted) if len(predicted) == len(self.by_run) else None
 
     @property
     def command(self) -> str:
@@ -72,14 +72,16 @@ def about(claim: Claim, cell: Cell) -> bool:
 
 
 def needs(
-    findings: Iterable[Finding], plans: Mapping[str, Sequence[Cell]], hours: Callable[[Cell], float | None]
-) -> list[Need]:
+    findings: Iterable[Finding], plans: Mapping[str, Sequence[Cell]], hours: Callable[[Cell], float | None],
+    name: Callable[[Cell], str],
+) -> list[Need]:  # fmt: skip
     """The claims, by split, that have cells of their own, none of which a CPU runs in the papers' settings.
 
     Args:
       findings: those of all claims.
       plans: the cells of `paper`, of `full`, which a CPU can run, and of `gpu`.
       hours: gives the hours predicted for a cell, None without a prediction.
+      name: names the run of a cell.
     """
     by_claim: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
@@ -90,9 +92,9 @@ def needs(
         cells = {name: [cell for cell in plan if cell.split == split and about(claim, cell)]
                  for name, plan in plans.items()}  # fmt: skip
         if cells["paper"] and not cells["full"] and not any(finding.scale in OWN for finding in members):
-            by_cell = {f"{cell.table} {cell.name}": hours(cell) for cell in cells["paper"]}
+            by_run = {name(cell): hours(cell) for cell in cells["paper"]}
             planned = len({(cell.method, cell.variant) for cell in cells["gpu"]}) == 2
-            all_needs.append(Need(claim, split, by_cell, claim.gpu_part.get(split), planned))
+            all_needs.append(Need(claim, split, by_run, claim.gpu_part.get(split), planned))
     return all_needs
 
 

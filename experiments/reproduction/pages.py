@@ -17,6 +17,7 @@ from reproduction.only_gpu import Need, gpu_section, needs, predicted_hours
 from reproduction.plan import read_plan
 from reproduction.results import as_run, read_results
 from reproduction.results_page import results_page
+from reproduction.sharing import run_name
 from reproduction.summary import Facts, summary_section
 
 
@@ -58,7 +59,9 @@ def known(results: Path, experiments: Path) -> Known:
     all_findings = findings(claims, tables, expected)
     all_departures = departures(claims, every)
     plans = {name: read_plan(name, experiments / "reproduction", PRESETS).cells for name in ("paper", "full", "gpu")}
-    all_needs = needs(all_findings, plans, predicted_hours(experiments.parent, PRESETS))
+    all_needs = needs(
+        all_findings, plans, predicted_hours(experiments.parent, PRESETS), lambda cell: run_name(cell, PRESETS)
+    )
     return Known(rows, every, tables, expected, claims, all_findings, all_departures, all_needs, ambiguities)
 
 

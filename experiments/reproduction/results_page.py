@@ -25,7 +25,7 @@ from reproduction.columns import (
     printed,
     processor,
 )
-from reproduction.verdicts import VERDICTS, against
+from reproduction.verdicts import UNLIKE, VERDICTS, against
 
 INTRODUCTION = """# Reproduction
 
@@ -47,8 +47,8 @@ READING = """## How to read it
   far as the plan has got (rows without a number of the paper).
 - **Accuracies** are in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on
   the test data as in the papers, which flatters every number; the mean of the last ten rounds is not chosen. PA of a
-  method without a personal model is that of the fine-tuned global model, its mean of the last ten that of the local
-  models.
+  method without a personal model is that of the fine-tuned global model (at `mid` and `long`, where nothing is
+  fine-tuned, that of the local models), its mean of the last ten always that of the local models.
 - **Verdicts.** ± beside a mean is the standard deviation over seeds, beside a difference the standard error.
   Differences are paired by seed. A claim *held* or *did not hold* if a paired t-test says so at the level 0.05, with
   p-values adjusted by Holm for all claims of this page (in the tables: for their methods). Otherwise it is *not
@@ -65,8 +65,11 @@ READING = """## How to read it
 - **PA and epochs.** Under the rule of a preset PA may be chosen among the epochs of a round on the clients' tests, as
   the published code does: for FedGELA each client's own best epoch, for FedAvg one epoch for all clients, which
   flatters less. The column "PA last" has the model after the last epoch. A claim about PA is judged by both, each
-  adjusted by Holm; if they disagree it is not distinguishable. It is not judged by the last ten rounds, whose PA is of
-  other models.
+  adjusted by Holm; if they disagree it is not distinguishable. Where PA follows other numbers of local epochs in the
+  two rows, it is of *different quantities*, and there is no verdict.
+- **PA and rounds.** The best round of a fine-tuned model is the one with the best GA, that of a model in training the
+  one with the best PA, which flatters the latter. So the list of claims has beside the best round what no test chose:
+  the mean of the last ten rounds or, where a model is fine-tuned, the last round (in training, PA is of other models).
 - **Bits.** A command repeats its number bit for bit with the same version of this project and of JAX on the same kind
   of machine. Another order of summation rounds differently, and after many rounds the accuracy of a single round may
   differ by whole points. This concerns runs on another kind of processor, and runs that were trained together with
@@ -170,14 +173,15 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
         if finding.best is not None:
             paper = NOTHING if finding.paper is None else signed(finding.paper)
             paper += f" ({finding.claim.printed_on})" if finding.claim.printed_on else ""
-            delta = finding.last_ten
-            last_ten = (NOTHING, "") if delta is None else (str(delta), against(delta, finding.claimed))
+            delta, last_epoch = finding.unchosen, NOTHING if finding.by_last is None else str(finding.by_last)
+            where = " (last round)" * finding.of_last
+            unchosen = (NOTHING, "") if delta is None else (f"{delta}{where}", against(delta, finding.claimed))
             subject = (finding.claim.text, finding.claim.table, finding.where, finding.scale)
             values = (finding.alone and finding.alone.p, finding.in_table, finding.best.p)
             p = [NOTHING if value is None else f"{value:.3f}" for value in values]
-            lines.append((*subject, paper, str(finding.best), *p, finding.verdict, *last_ten))
+            lines.append((*subject, paper, str(finding.best), last_epoch, *p, finding.verdict, *unchosen))
     tests = ("p", "p, table", "p, page")
-    headings = ("claim", "table", "split", "scale", "paper", "best round", *tests, "", "mean of last ten", "")
+    headings = ("claim", "table", "split", "scale", "paper", "best round", "PA last", *tests, "", "last ten", "")
     bests = [finding.best for finding in findings if finding.best is not None]
     table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
     remarks = (
@@ -201,6 +205,7 @@ def _counts(counts: Sequence[Count]) -> list[str]:
     remarks = (
         "How many differences from FedAvg have the sign that the paper prints. The differences of a line are one "
         "family for Holm's correction. It is smaller than the page's, so more can hold here than in the list of claims."
+        " PA that follows other numbers of local epochs than FedAvg's is left out."
     )
     return ["## Every method against FedAvg", "", markdown(replace(table, remarks=remarks))] if lines else []
 
@@ -230,15 +235,17 @@ def _table(
 def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[str]:
     """One table with a row for each method."""
     rows = [row for row in column.rows if row.values(metric)]
-    differences = family([column.over_baseline(row, metric) for row in rows])
+    raw = [(column.over_baseline(row, metric), column.like_baseline(row, metric)) for row in rows]
+    adjusted = family([delta if like else None for delta, like in raw])
+    compared = [(new or old, like) for new, (old, like) in zip(adjusted, raw, strict=True)]
     last = metric == PA and any(row.values(PA_LAST) for row in rows)
     groups = [("best", "mean of last ten") if metric in LAST_TEN else ("ours",), ("seeds", "paper", "difference")]
     groups += [("PA last",)] * last
     columns = [Heading(heading) for group in [*groups, ("over FedAvg", "paper's")] for heading in group]
     heading = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
     lines = tuple(
-        Line(row.label, _cells(row, metric, numbers, delta, last=last))
-        for row, delta in zip(rows, differences, strict=True)
+        Line(row.label, _cells(row, metric, numbers, delta, like=like, last=last))
+        for row, (delta, like) in zip(rows, compared, strict=True)
     )
     order, count, seeds = column.order(metric, numbers)
     text = markdown(Table(heading, (*columns, Heading("", left=True)), lines))
@@ -249,7 +256,7 @@ def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[st
 
 
 def _cells(
-    row: Row, metric: str, numbers: Mapping[str, float], delta: Difference | None, *, last: bool
+    row: Row, metric: str, numbers: Mapping[str, float], delta: Difference | None, *, like: bool, last: bool
 ) -> tuple[Cell, ...]:
     values, paper, base = row.values(metric), numbers.get(row.name), numbers.get(BASELINE)
     ours = [over_seeds(row.values(metric).values())]
@@ -263,7 +270,7 @@ def _cells(
     last_epoch = [over_seeds(row.values(PA_LAST).values())] if last else []
     comparison = [
         NOTHING if delta is None else str(delta), NOTHING if claimed is None else signed(claimed),
-        "" if delta is None or claimed is None else against(delta, claimed),
+        "" if delta is None or claimed is None else against(delta, claimed) if like else UNLIKE,
     ]  # fmt: skip
     before, after = ([Cell(text=text) for text in part] for part in (count_and_paper, comparison))
     return (*ours, *before, *last_epoch, *after)

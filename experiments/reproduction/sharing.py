@@ -18,10 +18,15 @@ from reproduction.cells import Folders, run_folder
 from reproduction.plan import Cell, configured
 
 
+def run_name(cell: Cell, presets: Path) -> str:
+    """A name for the run of a cell, which cells that share the run have in common."""
+    options = results.decisive(values(*configured(cell, presets)))
+    return hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
+
+
 def claim_name(cell: Cell, folders: Folders) -> str:
     """The name of the file that is the claim on a cell's run, below the run folders."""
-    options = results.decisive(values(*configured(cell, folders.presets)))
-    return f"{hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]}.lock"
+    return f"{run_name(cell, folders.presets)}.lock"
 
 
 def claims(folders: Folders) -> Path:

@@ -8,6 +8,7 @@ from reproduction.claims import Finding
 from reproduction.columns import Result
 from reproduction.hinges import Departure, where
 from reproduction.only_gpu import OWN, Need
+from reproduction.verdicts import against
 
 ENOUGH = 3  # seeds with which a comparison counts as repeated
 FEDMR = ("fedmr/table1", "fedmr", "fedavg")  # table and rows of FedMR's main claim
@@ -17,10 +18,12 @@ HEADING = """## In ten sentences
 Each is computed from the results below. Differences are in percent points, with their 95 % interval over the seeds in
 brackets. *Clearly* means by a single paired t-test at the level 0.05, for PA by the best and by the last model, which
 is more lenient than the verdicts of this page; where three seeds did not decide, two were added for some comparisons,
-for which nothing is corrected. `fmnist` behind a split means the images of Fashion-MNIST, where the paper prints a
-number for CIFAR-10. A sentence counts all its comparisons; the lines below it show, for each scale, the one with the
-most seeds (among equals the one nearest to the paper's table, then the one with the largest printed difference).
-Options in brackets behind a split are those that the preset no longer has; † is explained below.
+for which nothing is corrected. The best round is chosen on the tests, as in the papers; *rounds that no test chose* are
+the last ten, in mean, and for PA of fine-tuned models the last one. `fmnist` behind a split means the images of
+Fashion-MNIST, where the paper prints a number for CIFAR-10. A sentence counts all its comparisons, from the fourth on
+without means of others; the lines below it show, for each scale, the one with the most seeds (among equals the one
+nearest to the paper's table, then the one with the largest printed difference). Options in brackets behind a split are
+those that the preset no longer has; † is explained below.
 """
 
 
@@ -65,23 +68,24 @@ def _extent(facts: Facts) -> str:
     counted = sum(_finished(result) and _key(result) in behind for result in facts.results)
     need_gpu = {(need.claim.text, need.split) for need in facts.needs}
     predicted = {(need.claim.text, need.split) for need in facts.needs if need.hours}
-    hours = sum({name: hours or 0.0 for need in facts.needs for name, hours in need.by_cell.items()}.values())
+    hours = sum({name: hours or 0.0 for need in facts.needs for name, hours in need.by_run.items()}.values())
     return (
         f"The papers make the {len({text for text, _ in comparisons})} claims listed here, {len(comparisons)} counting "
         f"each split: {len(most)} were tried, {repeated} of them with {ENOUGH} or more seeds, in {counted} of {runs} "
         f"runs; {len(paper_runs)} of all runs have a paper's own network, as far as it is printed, and its length"
         f"{f' ({older} of them with settings that its preset no longer has)' * bool(older)}, and "
-        f"{len(need_gpu)} of the {len(comparisons)} need a GPU in the paper's own settings (some {hours:.0f} predicted "
-        f"hours for the {len(predicted)} that have a prediction), so nothing here confirms or refutes the numbers "
-        f"printed for these."
+        f"{len(need_gpu)} of the {len(comparisons)}, besides means of others, need a GPU in the paper's own settings "
+        f"(some {hours:.0f} predicted hours for the {len(predicted)} that have a prediction), so nothing here confirms "
+        f"or refutes the numbers printed for these."
     )
 
 
 def _verdicts(facts: Facts) -> str:
-    multi_seed = [finding for finding in facts.tried() if len(_best(finding).seeds) > 1]
+    judged = [finding for finding in facts.tried() if not finding.pa_epochs]
+    multi_seed = [finding for finding in judged if len(_best(finding).seeds) > 1]
     adjusted = [finding.verdict for finding in multi_seed]
     uncorrected = [finding.uncorrected for finding in multi_seed]
-    single = len(facts.tried()) - len(multi_seed)
+    single = len(judged) - len(multi_seed)
     have = "comparison has" if single == 1 else "comparisons have"
     return (
         f"Of the {len(multi_seed)} comparisons with more than one seed, {adjusted.count('held')} held after Holm's "
@@ -93,10 +97,10 @@ def _verdicts(facts: Facts) -> str:
 
 
 def _directions(facts: Facts) -> str:
-    repeated = [finding for finding in facts.tried() if len(_best(finding).seeds) >= ENOUGH]
+    repeated = [finding for finding in facts.tried() if len(_best(finding).seeds) >= ENOUGH and not finding.pa_epochs]
     same_sign = sum(_best(finding).mean * finding.claimed > 0 for finding in repeated)
-    last_tens = [(finding.last_ten, finding.claimed) for finding in repeated if finding.last_ten is not None]
-    same_ten = sum(delta.mean * claimed > 0 for delta, claimed in last_tens)
+    unchosen = [(finding.unchosen, finding.claimed) for finding in repeated if finding.unchosen is not None]
+    same_unchosen = sum(delta.mean * claimed > 0 for delta, claimed in unchosen)
     comparable = [
         finding
         for finding in repeated
@@ -105,9 +109,9 @@ def _directions(facts: Facts) -> str:
     covered = sum(_covers(_best(finding), finding.paper) for finding in comparable)
     return (
         f"With {ENOUGH} or more seeds the best round has the claimed sign in {same_sign} of {len(repeated)} "
-        f"comparisons, the mean of the last ten rounds in {same_ten} of the {len(last_tens)} that are in GA; where the "
-        f"paper prints a difference in percent points for the same split and images, it lies within our interval, wide "
-        f"as it is, in {covered} of {len(comparable)} cases."
+        f"comparisons, rounds that no test chose have it in {same_unchosen} of {len(unchosen)}; where the paper prints "
+        f"a difference in percent points for the same split and images, it lies within our interval, wide as it is, in "
+        f"{covered} of {len(comparable)} cases."
     )
 
 
@@ -125,8 +129,9 @@ def _fedmr_rivals(facts: Facts) -> str:
 def _fedmr_hinges(facts: Facts) -> str:
     departures = [departure for departure in facts.departures if _rows(departure) == FEDMR]
     above = sum(departure.other.mean > 0 for departure in departures)
-    usual = {(departure.split, departure.base, departure.usual) for departure in departures}
-    usual_above = sum(delta.mean > 0 for *_, delta in usual)
+    by_seeds = sorted(departures, key=lambda departure: len(departure.usual.seeds))
+    usual = {(departure.split, departure.base): departure.usual for departure in by_seeds}  # of most seeds
+    usual_above = sum(delta.mean > 0 for delta in usual.values())
     multi_seed = sorted(
         (departure for departure in departures if len(departure.other.seeds) > 1),
         key=lambda departure: -len(departure.other.seeds),
@@ -141,8 +146,8 @@ def _fedmr_hinges(facts: Facts) -> str:
     )
     return (
         f"In {above} of {len(departures)} comparisons under other settings (readings, length, network) FedMR is "
-        f"above FedAvg, against {usual_above} of the {len(usual)} with usual settings and the same seeds that they are "
-        f"compared with; of the {len(multi_seed)} with more than one seed it is clearly above in "
+        f"above FedAvg, against {usual_above} of the {len(usual)} with usual settings that they are compared with; "
+        f"of the {len(multi_seed)} with more than one seed it is clearly above in "
         f"{len(clear['above'])} and clearly below in {len(clear['below'])}.{examples}"
     )
 
@@ -218,22 +223,35 @@ def _by_scale(findings: Sequence[Finding], most: int = 1, name: str = "") -> str
 
 
 def _shown(finding: Finding) -> str:
-    """The difference of a comparison, the paper's, and the verdict."""
-    return f"{_told(_best(finding))}, printed {_printed(finding)} ({_in_words(finding)})"
+    """The differences of a comparison, the paper's, and the verdict."""
+    rounds = "in the last round" if finding.of_last else "by the last ten"
+    unchosen = f"; {rounds} {finding.unchosen}" if finding.unchosen else ""
+    return f"{_told(_best(finding))}, printed {_printed(finding)} ({_in_words(finding)}{unchosen})"
 
 
 def _counted(findings: Sequence[Finding]) -> str:
     """Of the findings with several seeds, how many have the claimed sign, and how many clearly so."""
-    multi_seed = [finding for finding in findings if len(_best(finding).seeds) > 1]
+    single_splits = [finding for finding in findings if len(_best(finding).seeds) > 1 and not finding.averages]
+    multi_seed = [finding for finding in single_splits if not finding.pa_epochs]
     if not multi_seed:
         return "not tried with more than one seed"
     same_sign = sum(_best(finding).mean * finding.claimed > 0 for finding in multi_seed)
     clear = [finding.uncorrected for finding in multi_seed]
     verdicts = [finding.verdict for finding in multi_seed]
+    unchosen = [(delta, finding.claimed) for finding in multi_seed if (delta := finding.alone_unchosen)]
+    clear_unchosen = [against(delta, claimed) for delta, claimed in unchosen]
+    same_unchosen = sum(delta.mean * claimed > 0 for delta, claimed in unchosen)
+    unlike = len(single_splits) - len(multi_seed)
+    by_unchosen = (
+        f"; by rounds that no test chose in {same_unchosen} of {len(unchosen)}, clearly in "
+        f"{clear_unchosen.count('held')} and {clear_unchosen.count('did not hold')}"
+    )
+    other_epochs = f"; {unlike} more compare PA after other numbers of local epochs"
     return (
         f"in {same_sign} of {len(multi_seed)} comparisons with more than one seed, clearly in {clear.count('held')}, "
         f"and clearly the other way round in {clear.count('did not hold')} (after Holm's correction "
-        f"{verdicts.count('held')} and {verdicts.count('did not hold')})"
+        f"{verdicts.count('held')} and {verdicts.count('did not hold')}{by_unchosen * bool(unchosen)}"
+        f"{other_epochs * bool(unlike)})"
     )
 
 

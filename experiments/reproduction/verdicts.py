@@ -13,6 +13,8 @@ VERDICTS = (
     *("one seed, same sign", "one seed, opposite sign", "one seed, no sign"),
 )
 
+UNLIKE = "different quantities"  # in place of a verdict
+
 
 def against(difference: Difference, claimed: float) -> str:
     """What a difference says about a claimed one with the sign of `claimed`: one of `VERDICTS`.

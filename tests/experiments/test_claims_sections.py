@@ -152,7 +152,7 @@ def cell(method, split="B", scale="paper", seed=0):
 
 def gpu_needs(results=(), *, paper, full=(), gpu=()):
     judged = findings([CLAIM], columns(results, PAPER), PAPER)
-    return needs(judged, {"paper": paper, "full": full, "gpu": gpu}, lambda cell: 1.5)
+    return needs(judged, {"paper": paper, "full": full, "gpu": gpu}, lambda cell: 1.5, lambda cell: cell.name)
 
 
 def test_a_split_that_a_cpu_plan_runs_in_the_papers_settings_needs_no_gpu():
@@ -172,7 +172,7 @@ def test_a_claim_is_planned_where_the_gpu_plan_has_both_its_rows():
 
 def test_the_section_has_command_hours_and_part_of_each_claim():
     need = Need(CLAIM, "B", {"a": 1.0, "b": 2.0}, 3, False)
-    text = "\n".join(gpu_section([need, need._replace(split="C", by_cell={"c": None}, part=None, planned=True)]))
+    text = "\n".join(gpu_section([need, need._replace(split="C", by_run={"c": None}, part=None, planned=True)]))
     assert "| FedMR is above FedAvg | B C | 3.0 and more | part 3: B; `--scale=gpu`: C |" in text
     assert 'python experiments/reproduce.py --scale=paper --claim="FedMR is above FedAvg" --data-dir=data' in text
 
@@ -288,7 +288,8 @@ def test_every_claim_that_was_tried_is_counted_once(facts):
     words = r"the (\d+) comparisons .*, (\d+) held .*, (\d+) did not hold, and (\d+) cannot .*; (\d+) more"
     repeated, held, opposite, undecided, single = map(int, re.search(words, second).groups())
     assert held + opposite + undecided == repeated
-    assert repeated + single == sum(finding.best is not None for finding in facts.findings)
+    judged_findings = [finding for finding in facts.findings if finding.best is not None and not finding.pa_epochs]
+    assert repeated + single == len(judged_findings)
 
 
 def test_the_main_claim_is_stated_with_interval_seeds_and_verdict():
@@ -296,8 +297,10 @@ def test_the_main_claim_is_stated_with_interval_seeds_and_verdict():
     text = sentences(Facts([], judged(fedmr_fedavg(50.0, 40.0), claim), [], []))[3]
     assert text == (
         "FedMR above FedAvg, the main claim of its paper: in 1 of 1 comparisons with more than one seed, clearly in 1, "
-        "and clearly the other way round in 0 (after Holm's correction 1 and 0)."
-        "\n    - scale `cpu`, A: +10.10 [+9.85 to +10.35, 3 seeds], printed nothing (held)"
+        "and clearly the other way round in 0 (after Holm's correction 1 and 0; by rounds that no test chose in 1 of "
+        "1, clearly in 1 and 0)."
+        "\n    - scale `cpu`, A: +10.10 [+9.85 to +10.35, 3 seeds], printed nothing "
+        "(held; by the last ten +10.10 ± 0.06)"
     )
 
 
@@ -310,9 +313,9 @@ def test_other_settings_of_the_main_claim_are_counted_and_clear_ones_named():
     ]  # fmt: skip
     under_other_settings = departures_among([{**result, "table": claim.table} for result in results], claim)
     assert sentences(Facts([], [], under_other_settings, []))[5] == (
-        "In 2 of 3 comparisons under other settings (readings, length, network) FedMR is above FedAvg, against 2 of "
-        "the 2 with usual settings and the same seeds that they are compared with; of the 2 with more than one seed it "
-        "is clearly above in 1 and clearly below in 0."
+        "In 2 of 3 comparisons under other settings (readings, length, network) FedMR is above FedAvg, against 1 of "
+        "the 1 with usual settings that they are compared with; of the 2 with more than one seed it is clearly above "
+        "in 1 and clearly below in 0."
         "\n    - A `form`, form=x: +5.10 [+4.85 to +5.35, 3 seeds]"
     )
 
@@ -320,20 +323,20 @@ def test_other_settings_of_the_main_claim_are_counted_and_clear_ones_named():
 def test_a_difference_of_one_seed_is_stated_as_such():
     claim = CLAIM._replace(table="fedmr/table1")
     text = sentences(Facts([], judged(fedmr_fedavg(50.0, 40.0, (0,)), claim), [], []))[3]
-    assert "A: +10.00 [one seed], printed nothing (one seed, same sign)" in text
+    assert "A: +10.00 [one seed], printed nothing (one seed, same sign; by the last ten +10.00)" in text
 
 
 def test_a_claim_that_holds_only_without_the_correction_is_stated_as_such():
     claim = CLAIM._replace(table="fedmr/table1")
     (finding,) = (finding for finding in judged(fedmr_fedavg(50.0, 40.0), claim) if finding.best)
     text = sentences(Facts([], [finding._replace(best=finding.best._replace(p=0.2))], [], []))[3]
-    assert "(not distinguishable after Holm's correction, held without)" in text
+    assert "(not distinguishable after Holm's correction, held without; by the last ten" in text
 
 
 @pytest.mark.thorough
 def test_hours_of_a_cell_that_claims_share_count_once(facts):
     need = Need(CLAIM, "B", {"a": 10.0, "b": 20.0}, None, False)
-    text = sentences(facts._replace(needs=[need, need._replace(by_cell={"a": 10.0, "c": 5.0})]))[0]
+    text = sentences(facts._replace(needs=[need, need._replace(by_run={"a": 10.0, "c": 5.0})]))[0]
     assert "(some 35 predicted hours for" in text
 
 

@@ -27,6 +27,7 @@ from reproduction.pages import known, pages, write_pages
 from reproduction.plan import Cell, configured, read_plan
 from reproduction.results import as_run, command, decisive, read_results, superseded
 from reproduction.results_page import results_page
+from reproduction.summary import Facts, sentences
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
@@ -195,11 +196,42 @@ def test_a_claim_about_pa_holds_only_where_pa_after_the_last_epoch_agrees(last, 
     assert finding.verdict == verdict
 
 
-def test_a_claim_about_pa_has_no_verdict_from_the_last_ten_rounds():
-    """The mean of the last ten rounds is of other models."""
-    results = [{**with_pa(name, pa), "pa_mean_last10": pa / 100} for name, pa in (("fedmr", 92.0), ("fedavg", 90.0))]
+@pytest.mark.parametrize(("epochs", "expected"), [(None, (4.0, False)), (2, (1.0, True))])
+def test_rounds_that_no_test_chose_are_the_last_ten_and_the_last_where_a_model_is_fine_tuned(epochs, expected):
+    """In training, PA is of other models than after fine-tuning."""
+    tuned = f"global model fine-tuned for {epochs} epochs, best" if epochs else "during training, best"
+    results = [
+        {**with_pa("fedmr", 92.0), "pa_mean_last10": 0.84, "pa_last": 0.91, "pa_protocol": "during training"},
+        {**with_pa("fedavg", 90.0), "pa_mean_last10": 0.80, "pa_last": 0.90, "pa_protocol": tuned},
+    ]
     finding, _ = findings([CLAIM._replace(metric="pa_pct")], columns(results, {}), {})
-    assert (finding.best.mean, finding.last_ten) == (2.0, None)
+    assert (finding.best.mean, finding.pa_epochs) == (2.0, None)
+    assert (finding.unchosen.mean, finding.of_last) == (pytest.approx(expected[0]), expected[1])
+
+
+def test_pa_after_other_numbers_of_local_epochs_has_no_verdict_and_is_in_no_count_or_family():
+    tuned = {"pa_protocol": "global model fine-tuned for 10 epochs"}
+    results = [
+        result
+        for seed in range(3)
+        for result in (
+            made_up("fedmr", 50.0, seed) | {"metrics": {"pa_pct": 92.0 + seed}},
+            made_up("fedavg", 50.0, seed) | {"metrics": {"pa_pct": 80.0}} | tuned,
+        )
+    ]
+    printed = {"toy/table1": [Expected("A", name, "", "pa_pct", value, None, "", ()) for name, value in
+                              (("fedmr", 90.0), ("fedavg", 85.0))]}  # fmt: skip
+    finding, _ = findings([CLAIM._replace(metric="pa_pct")], made_columns := columns(results, printed), printed)
+    assert (finding.verdict, finding.uncorrected, finding.pa_epochs) == (*["different quantities"] * 2, (2, 10))
+    assert (finding.best.mean, finding.best.p, finding.alone, finding.in_table) == (13.0, None, None, None)
+    assert counts(made_columns, printed) == []
+    lines = results_page(results, made_columns, printed, [finding], []).splitlines()
+    (row,) = (line for line in lines if line.startswith("| fedmr "))
+    assert row.endswith("+13.00 ± 0.58 | +5.00 | different quantities |")
+    of_fedmr = finding._replace(claim=finding.claim._replace(table="fedmr/table1"))
+    text = sentences(Facts([], [of_fedmr, of_fedmr._replace(pa_epochs=None)], [], []))[3]
+    assert "in 1 of 1 comparisons" in text
+    assert "; 1 more compare PA after other numbers of local epochs)" in text
 
 
 def test_a_mean_over_domains_that_is_not_printed_is_the_mean_of_the_printed_ones():
