@@ -119,7 +119,8 @@ class Observed(Method):
 
 def _known(context: Context) -> Context:
     """The context of the other method."""
-    return context._replace(start=without_collection(context.start, STEPS))
+    start, untouched = (tree and without_collection(tree, STEPS) for tree in (context.start, context.untouched))
+    return context._replace(start=start, untouched=untouched)
 
 
 @full_precision

@@ -32,6 +32,7 @@ from fedjax_pcdd.methods.moon import Client
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.layers import BatchNorm
 from fedjax_pcdd.testing import leaves
+from fedjax_pcdd.training.tracking import Tracker
 
 
 class Normed(nn.Module):
@@ -377,6 +378,13 @@ class Normed(nn.Module):
     def __call__(self, x, train=False):
         return nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x.reshape(len(x), -1))))
 """
+
+
+@pytest.mark.thorough
+def test_steps_of_a_method_that_runs_the_received_model_are_tracked():
+    simulation = simulated("fedntd")
+    (seen,) = Tracker(("gradients",), simulation, 0).before(0, simulation.start(), simulation.plan(0))
+    assert (seen["gradients"]["norm"] > 0).all()
 
 
 @pytest.mark.thorough
