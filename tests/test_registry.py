@@ -311,6 +311,36 @@ def test_an_error_in_code_from_outside_is_one_sentence_that_names_the_code(folde
     refused("logger os.path:join fails: TypeError", loggers.made, config, folder)
 
 
+STOPS = """
+def stops(folder, options):
+    return Stops()
+
+class Stops(fp.Callback):
+    def on_start(self, run):
+        self.rounds = []
+
+    def on_round(self, run, report):
+        self.rounds.append(run.round)
+        return True
+
+    def on_end(self, run):
+        print(self.rounds)
+
+def stopping(folder, options):
+    return fp.EarlyStopping()
+"""
+
+
+@pytest.mark.thorough
+def test_a_logger_ends_no_run_and_one_with_a_state_is_refused(folder, capsys):
+    (folder / "stops.py").write_text("import fedjax_pcdd as fp\n" + STOPS)
+    model = ["--model=mlp", "--clients=2"]
+    assert main([*SMALL, *model, "--loggers=stops.py:stops", "--run-dir=run"]) == 0
+    assert "[1, 2]" in capsys.readouterr().out
+    config, _ = build({"loggers": "stops.py:stopping"})
+    refused("logger stops.py:stopping has a state, and loggers are in no checkpoint: ", loggers.made, config, folder)
+
+
 def test_a_decorator_adds_a_name_and_accepts_the_same_definition_again():
     method_registry = Registry("method", "methods", {"fedavg": 1})
     assert method_registry.register("mine")(Registry) is Registry

@@ -108,7 +108,9 @@ class Observed(Method):
         def logits(images):
             return self.inner.logits(context.model, inner_variables, images, server, client, facts, scope="local")
 
-        return client, Message(each=self.look(self.data, server, variables, facts.client, logits))
+        whole = self.data.whole  # of participants with several architectures, a row is a number in the group
+        row = (whole.numbers == facts.client).argmax() if whole else facts.client
+        return client, Message(each=self.look(self.data, server, variables, row, logits))
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Zeros, as nothing is evaluated."""
@@ -117,7 +119,8 @@ class Observed(Method):
 
 def _known(context: Context) -> Context:
     """The context of the other method."""
-    return context._replace(start=without_collection(context.start, STEPS))
+    start, untouched = (tree and without_collection(tree, STEPS) for tree in (context.start, context.untouched))
+    return context._replace(start=start, untouched=untouched)
 
 
 @full_precision

@@ -150,7 +150,7 @@ def _lost(callbacks: Sequence[Callback]) -> list[str]:
 class FolderRecord(Record):
     """The record of an experiment in a folder: the folder, and the callbacks that fill it."""
 
-    _before: Mapping[str, Any] = {}  # summary of a run that had already ended: the costs in it stay
+    _before: Mapping[str, Any] = {}  # summary of a run that had already ended: the costs in it stay, and what they mean
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
         """Open or create the folder; UserError before anything is written."""
@@ -251,8 +251,9 @@ class FolderRecord(Record):
         """Write the summary and the curves."""
         config = self.asked.config
         costs = {"compilations": run.simulation.compilations, **self._cost(run)}
-        costs |= {name: self._before[name] for name in costs if name in self._before}
-        summary = self._summary(run, result | self.setup.more_results(run) | costs | self._together())
+        costs |= {} if self._before else self._together()
+        costs |= {name: self._before[name] for name in ("lanes", "together", *costs) if name in self._before}
+        summary = self._summary(run, result | self.setup.more_results(run) | costs)
         try:
             self.folder.write_json(SUMMARY, summary)
             title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"

@@ -25,8 +25,19 @@ from fedjax_pcdd.trees import total
 @jax.jit
 @full_precision
 def _kept_sums(statistics: Tree, slots: jax.Array, shares: jax.Array) -> Tree:
-    """Sums over the clients in some slots [n], each weighted by its share [E, n]."""
-    return jax.tree.map(lambda x: jnp.tensordot(shares.astype(x.dtype), x[slots], 1), statistics)
+    """Sums over the clients in some slots [n], each weighted by its share [E, n].
+
+    What has no share, as the clients of other experiments, may be NaN, which a weight of 0 does not remove.
+    """
+
+    def weighted(share):
+        def add(x):
+            has_share = share.reshape(-1, *[1] * (x.ndim - 1)) != 0
+            return jnp.tensordot(share.astype(x.dtype), jnp.where(has_share, x[slots], 0), 1)
+
+        return jax.tree.map(add, statistics)
+
+    return jax.lax.map(weighted, shares)  # one experiment at a time, as each masks a copy of all
 
 
 def _paced(results: Iterable[Tree]) -> Iterator[Tree]:

@@ -178,20 +178,6 @@ def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Share
       plan: of one device, or the shares of several. If these divide the clients' state (`Program.split_clients`), the
         outcome's is divided in the same way, [D * M, ...] in the order of the shares' members.
     """
-    summary, run = inputs.methods.traits().summary, partial(_run, program, inputs, state, plan)
-    if summary is None or not summary.last:
-        return run()
-    data = own_shard(inputs.data) if program.split_data else inputs.data
-    total = jax.eval_shape(partial(empty, program, inputs._replace(data=data), state))[1].message.total
-
-    def without_summary():
-        outcome = _run(replace(program, summarises=False), inputs, state, plan)
-        return outcome._replace(message=outcome.message._replace(total=zeros_like(total)))
-
-    return jax.lax.cond(inputs.round >= program.setting.rounds - summary.last, run, without_summary)
-
-
-def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shared) -> Outcome:
     if isinstance(plan, Plan):
         return _run_lanes(program, inputs, state, plan)
     clients = SPLIT if program.split_clients else EVERYWHERE
@@ -221,17 +207,35 @@ def _run_share(program: Program, inputs: Inputs, state: State, shared: Shared) -
 
 
 def _run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan) -> Outcome:
-    carry = empty(program, inputs, state)
-    if program.blocks.together and program.lanes > 1 and len(inputs.jobs.row) <= program.lanes:
-        return _whole_jobs(program, inputs, state, plan, 0, carry[1])
-    return run_segments(program, inputs, state, plan, 0, plan.num_segments, carry)[1]
+    return run_segments(program, inputs, state, plan, 0, plan.num_segments, empty(program, inputs, state))[1]
 
 
 def run_segments(program: Program, inputs: Inputs, state: State, plan: Plan, first, stop, carry):
-    """Run the segments from first to stop; the carry is the lanes, if any outlives a segment, and the outcome."""
+    """Run the segments from first to stop; the carry is the lanes, if any outlives a segment, and the outcome.
+
+    In rounds that leave out the method's pass over the clients' data, `total` stays as it is.
+    """
+    summary, run = inputs.methods.traits().summary, partial(_segments, inputs, state, plan, first, stop)
+    if summary is None or not summary.last:
+        return run(program, carry)
+
+    def without_summary():  # without the pass, messages may have a `total` of other shapes
+        (lanes, outcome), bare = carry, replace(program, summarises=False)
+        held, message = outcome if program.in_place else state, outcome.message
+        unused = zeros_like(jax.eval_shape(partial(empty, bare, inputs, held))[1].message.total)
+        lanes, outcome = run(bare, (lanes, outcome._replace(message=message._replace(total=unused))))
+        return lanes, outcome._replace(message=outcome.message._replace(total=message.total))
+
+    due = inputs.round >= program.setting.rounds - summary.last
+    return jax.lax.cond(due, partial(run, program, carry), without_summary)
+
+
+def _segments(inputs: Inputs, state: State, plan: Plan, first, stop, program: Program, carry):
     if not program.blocks.together:
         return jax.lax.fori_loop(first, stop, partial(_segment, program, inputs, state, plan), carry)
     segment = partial(_whole_jobs, program, inputs, state, plan)
+    if 1 < program.lanes >= len(inputs.jobs.row):  # there is but one
+        return carry[0], segment(first, carry[1])
     return carry[0], jax.lax.fori_loop(first, stop, segment, carry[1])
 
 

@@ -37,7 +37,7 @@ class EarlyStopping(Callback):
 
     def on_start(self, run: Run) -> None:
         """Forget an earlier run, unless the state of this one has just been restored."""
-        if not self._restored:
+        if not (self._restored and run.round):  # if memory ran out, a run that begins anew restores what was before it
             self.best, self.waited = float("-inf"), 0
         self._restored = False
 

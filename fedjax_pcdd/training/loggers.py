@@ -138,6 +138,17 @@ LOGGERS: Registry[Callable[[Path, Mapping[str, Any]], Callback]] = Registry("log
 """Loggers from outside this package, by name: functions of a run's folder and options that return a `Callback`."""
 
 
+class Onlooker(Callback):
+    """A logger that ends no run, whatever it returns: of several processes only the first one would know of it."""
+
+    def __init__(self, logger: Callback):
+        self.on_start, self.on_end, self._logger = logger.on_start, logger.on_end, logger
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Let the logger see the round."""
+        self._logger.on_round(run, report)
+
+
 OWN = ("tensorboard", "wandb", "mlflow")
 
 
@@ -166,7 +177,10 @@ def _logger(name: str, folder: Path, options: dict[str, Any]) -> Callback:
     logger = called(f"logger {name}", LOGGERS.find(name), folder, options, of="the run's folder and its options")
     if not isinstance(logger, Callback):
         raise UserError(f"logger {name} must give an fp.Callback, not {type(logger).__name__}.")
-    return logger
+    if type(logger).state is not Callback.state:
+        what_to_do = "write it into the run's folder, or pass an object of the class to Python's `callbacks`"
+        raise UserError(f"logger {name} has a state, and loggers are in no checkpoint: {what_to_do}.")
+    return Onlooker(logger)
 
 
 def load(name: str) -> ModuleType:

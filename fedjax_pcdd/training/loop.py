@@ -296,9 +296,9 @@ def loop(
             for report in () if run.stopped else runs.train():
                 interrupts.agree()
                 call_all(callbacks, run, report)
+                interrupts.end_after(runs.round)
                 if run.stopped:
                     break
-                interrupts.end_after(runs.round)
         except BaseException as error:
             run.error = error
             raise

@@ -58,7 +58,7 @@ class Checkpoint(Callback):
 
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Save the round if it is due or the last one: its state, its history and what else is to be restored."""
-        last = run.is_over or interrupts.pending(run.round) is not None
+        last = interrupts.pending(run.round) is not None or run.is_over
         if not (self.checkpoints.is_due(run.round) or last):
             return
         state, history = run.state, run.history.to_json()

@@ -168,7 +168,7 @@ class Tracking(Callback):
     """Writes the quantities of a tracker into the folder of a run, and draws them at the end."""
 
     def __init__(self, names: Sequence[str], folder: RunFolder, *, every: int = 1, local: bool = True, seed: int = 0):
-        """As `Tracker`; `every`: rounds between two looks; the last round is always looked at."""
+        """As `Tracker`; `every`: rounds between two looks; round T is always looked at."""
         self.names, self.folder, self.every, self.local, self.seed = names, folder, every, local, seed
         self._before: list[Tree] | None = None
 

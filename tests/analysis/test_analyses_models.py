@@ -13,10 +13,11 @@ from flax import struct
 from fedjax_pcdd.analysis.angles import Angles, class_angles, etf_angle
 from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
-from fedjax_pcdd.analysis.trained import STEPS, Observed, Steps
+from fedjax_pcdd.analysis.trained import STEPS, Observed, Steps, look_after_training
 from fedjax_pcdd.analysis.views import View, class_means, client_probe, random_probe
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import hold_out
+from fedjax_pcdd.engine.groups import of_group
 from fedjax_pcdd.engine.program import samples_of
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.decorrelation import intra_class
@@ -361,6 +362,21 @@ def test_watching_the_steps_changes_no_training(method):
     plain, with_steps = (first_local_values(simulated, names) for names in (("intra",), ("intra", "gradients")))
     np.testing.assert_allclose(with_steps["intra"], plain["intra"], rtol=1e-5)
     assert (with_steps["gradients"]["norm"] > 0).all()
+
+
+def class_counts_of_row(data, server, variables, row, logits):
+    return data.class_counts[row]
+
+
+@pytest.mark.thorough
+def test_participants_of_several_architectures_are_looked_at_with_their_own_samples():
+    groups = toy.groups("solo", necks=(0, 1, 2, 1, 0))
+    state, (plans, _) = groups.start(), groups.plan(0)
+    look = jax.jit(look_after_training, static_argnums=(0, 1))
+    for g, (group, (plan, jobs)) in enumerate(zip(groups.groups, plans, strict=True)):
+        arguments = group.methods, group.hyper_at(0), group.data, group.keys, of_group(state, g)
+        counts = look(group.program, class_counts_of_row, *arguments, group.sent(plan, jobs, 0))
+        np.testing.assert_array_equal(counts, toy.federation().class_counts[list(groups.members[g])])
 
 
 @pytest.mark.thorough

@@ -138,6 +138,14 @@ def test_every_experiment_reports_the_lanes_of_the_shared_program(shared):
 
 
 @pytest.mark.thorough
+def test_a_finished_experiment_that_is_resumed_alone_keeps_its_summary(shared, tmp_path):
+    shutil.copytree(shared(together, "scaffold")[0] / "0", tmp_path / "copy")
+    before = json.loads((tmp_path / "copy" / "summary.json").read_text())
+    assert main([f"--resume={tmp_path / 'copy'}", "--quiet"]) == 0
+    assert json.loads((tmp_path / "copy" / "summary.json").read_text()) == before
+
+
+@pytest.mark.thorough
 def test_folders_hold_the_files_that_a_single_run_writes(shared):
     single, joint = shared(alone, "fedgela") / "1", shared(together, "fedgela")[0] / "1"
     for subfolder in ("", "checkpoints", "checkpoints/3"):

@@ -14,6 +14,7 @@ import pytest
 from commands import results, resumed, start, undisturbed, wait_for_rounds
 from jax.experimental import multihost_utils
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.training import interrupts
 
 OPTIONS = [
@@ -62,6 +63,22 @@ def test_a_run_that_continues_after_a_signal_ends_with_the_same_bits(tmp_path):
     interrupted(tmp_path / "run", signal.SIGTERM, *options)
     assert resumed(tmp_path / "run") == expected
     assert results(tmp_path / "run") == expected
+
+
+@pytest.mark.thorough
+def test_a_signal_in_the_round_in_which_a_callback_ends_the_run_ends_the_process_before_fine_tuning(tmp_path):
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    options = {"run_dir": tmp_path / "run", "local_epochs": 1, "fine_tune_epochs": 1, "lanes": 1}
+
+    def stop(run, report):
+        signal.raise_signal(signal.SIGTERM)
+        return True
+
+    with interrupts.watch(60), pytest.raises(interrupts.Interrupted, match="round 1 is saved"):
+        fp.simulate(federation, callbacks=[stop], **options)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    history = fp.resume(tmp_path / "run", federation=federation)
+    assert (len(history), history.summary["rounds"]) == (1, 1)
 
 
 def test_a_signal_outside_of_rounds_ends_the_run_at_once():

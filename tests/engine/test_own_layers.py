@@ -32,6 +32,7 @@ from fedjax_pcdd.methods.moon import Client
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.layers import BatchNorm
 from fedjax_pcdd.testing import leaves
+from fedjax_pcdd.training.tracking import Tracker
 
 
 class Normed(nn.Module):
@@ -113,13 +114,14 @@ class Grouped(nn.Module):
 
 
 def simulated(
-    name="fedavg", *, model=None, method=None, lanes=1, cohort=3, local_layers=True, last_batch="drop", **options
-):
+    name="fedavg", *, model=None, method=None, lanes=1, cohort=3, local_layers=True, last_batch="drop", lrs=(0.05,),
+    **options,
+):  # fmt: skip
     method = method or METHODS[name]()
-    experiment = Experiment(toy.federation(), method, Local(1, 8, last_batch, "sgd", 0.05), 0)
+    experiments = [Experiment(toy.federation(), method, Local(1, 8, last_batch, "sgd", lr), 0) for lr in lrs]
     simulation_options = toy.options(lanes=lanes, cohort=cohort, local_layers=local_layers, rounds=3, **options)
     model = method.build(perceptron() if model is None else model)
-    return toy.shared(Simulation(model, [experiment], pipeline=toy.PLAIN, **simulation_options))
+    return toy.shared(Simulation(model, experiments, pipeline=toy.PLAIN, **simulation_options))
 
 
 def assert_close(actual, expected):
@@ -376,6 +378,24 @@ class Normed(nn.Module):
     def __call__(self, x, train=False):
         return nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x.reshape(len(x), -1))))
 """
+
+
+@pytest.mark.thorough
+def test_steps_of_a_method_that_runs_the_received_model_are_tracked():
+    simulation = simulated("fedntd")
+    (seen,) = Tracker(("gradients",), simulation, 0).before(0, simulation.start(), simulation.plan(0))
+    assert (seen["gradients"]["norm"] > 0).all()
+
+
+@pytest.mark.thorough
+def test_an_experiment_that_diverges_does_not_reach_the_mean_layers_of_another():
+    together = simulated(lrs=(1e30, 0.05))
+    state, _ = toy.train(together, (0,))
+    layers = [np.array(x) for x in jax.tree.leaves(together.evaluator.mean_layers(state))]
+    assert any(np.isnan(x[0]).any() for x in layers)
+    alone = simulated()
+    state, _ = toy.train(alone, (0,))
+    assert_close([x[1:] for x in layers], alone.evaluator.mean_layers(state))
 
 
 @pytest.mark.thorough

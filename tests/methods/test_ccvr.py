@@ -10,13 +10,16 @@ from flax import struct
 from golden_vectors import cases
 from participants import MODEL, arrays, assert_close, context, images, same, variables
 
-from fedjax_pcdd import methods
+from fedjax_pcdd import methods, models
 from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.engine.execution import Execution
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.ccvr import CCVR
-from fedjax_pcdd.methods.method import Batch, Message, Method, Setting, Summary, Traits, hyperparameter
+from fedjax_pcdd.methods.method import Batch, Local, Message, Method, Setting, Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.methods.wrappers import extended
 from fedjax_pcdd.models.classifier import apply_head, feature_dim, forward
@@ -297,13 +300,27 @@ class Counting(Method):
 @pytest.mark.parametrize("options", [{"lanes": 1}, {"lanes": 3, "block": 3}], ids=["jobs", "blocks"])
 @pytest.mark.parametrize("last", [1, 2])
 def test_a_summary_of_the_last_rounds_is_computed_in_no_other_round(last, options):
-    simulated = toy.simulation(method=Counting(last), cohort=5, **options)
+    check_counts(toy.simulation(method=Counting(last), cohort=5, **options), last)
+
+
+def check_counts(simulated, last):
     state, sample_counts = simulated.start(), []
     for r in range(3):
         state, _ = simulated.step(state, r)
         sample_counts.append(float(state.servers.seen[0]))
     assert sample_counts == [0] * (3 - last) + [sum(toy.SIZES)] * last
     assert simulated.compilations == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_it_is_left_out_of_rounds_in_chunks_too(lanes):
+    model = models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1))
+    experiment = Experiment(toy.federation(), Counting(1), Local(1, 8, lr=0.05), 0)
+    execution = Execution(lanes=lanes, stream=2600)
+    simulated = Simulation(model, [experiment], pipeline=toy.PLAIN, cohort=5, rounds=3, execution=execution)
+    assert simulated.chunked
+    check_counts(simulated, last=1)
 
 
 def setting(**changes):

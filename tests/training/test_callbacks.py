@@ -162,7 +162,7 @@ def test_small_rises_that_add_up_count_as_a_rise():
 
 def test_restored_early_stopping_waits_on_and_equal_accuracy_is_no_rise():
     first, restored = (fp.EarlyStopping("ga", patience=2) for _ in range(2))
-    run = SimpleNamespace(history=History([{"ga": 0.5}]))
+    run = SimpleNamespace(history=History([{"ga": 0.5}]), round=2)
     assert [first.on_round(run, None) for _ in range(2)] == [False, False]
     restored.restore(json.loads(json.dumps(first.state())))
     restored.on_start(run)

@@ -117,6 +117,16 @@ def test_a_run_in_memory_starts_anew_with_fewer_lanes(failing):
     assert len(history.ga) == 1
 
 
+@pytest.mark.thorough
+def test_early_stopping_of_an_earlier_run_does_not_end_one_that_starts_anew(failing):
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=4)
+    stopping = fp.EarlyStopping("ga", patience=1, least=0.5)
+    options = {"rounds": 2, "local_epochs": 1, "fine_tune_epochs": 0, "callbacks": [stopping]}
+    assert len(fp.simulate(federation, lanes=1, **options)) == 2
+    with pytest.warns(UserWarning, match="with 1 of 2 lanes"):
+        assert len(fp.simulate(federation, lanes=2, lr=1e-6, **options)) == 2
+
+
 class SeenRounds(fp.Callback):
     """Keeps the rounds that it has seen in one list, which grows."""
 
