@@ -138,14 +138,14 @@ def reduce(program: Program, jobs: Jobs, job, live, total: Message, message: Mes
     sums, new = (total.mean, total.total), (message.mean, message.total)
     if jnp.ndim(job) == 0:
         old = sums if single else select(sums, experiment)
-        mean = jax.tree.map(lambda t, m: t + weight.astype(m.dtype) * jnp.where(weight > 0, m, 0), old[0], new[0])
+        mean = jax.tree.map(lambda t, m: t + weight.astype(m.dtype) * jnp.where(weight != 0, m, 0), old[0], new[0])
         updated = mean, jax.tree.map(jnp.add, old[1], new[1])
         return updated if single else put(sums, experiment, updated)
     members = live & (experiment == jnp.arange(program.experiments)[:, None])  # [E, b]
 
     def add(total, values, weight):
         """Padding and clients without weight may hold anything, NaN too, so weighting them by 0 is not enough."""
-        mask, weight = (x.reshape(*x.shape, *[1] * (values.ndim - 1)) for x in (members & (weight > 0), weight))
+        mask, weight = (x.reshape(*x.shape, *[1] * (values.ndim - 1)) for x in (members & (weight != 0), weight))
         new = jnp.where(mask, weight.astype(values.dtype) * values, 0).sum(1, dtype=values.dtype)
         return total + (new[0] if single else new)
 
