@@ -57,10 +57,10 @@ def in_this_engine(mask: jax.Array | None, cut: Path = ()) -> Any:
             return args[0] if args else kwargs["inputs"]
         if isinstance(layer, nn.Conv) and layer.conv_general_dilated is layer.conv_general_dilated_cls is None:
             object.__setattr__(layer, "conv_general_dilated", client_conv)  # in this call's copy of a frozen module
-        if isinstance(layer, nn.BatchNorm) and mask is not None and kwargs.get("mask") is None:
-            # A subclass without a mask calls Flax's own method, which passes here as well.
-            if "mask" in inspect.signature(context.orig_method).parameters:
-                return _with_valid_samples(layer, call, mask, *args, **kwargs)
+        # A subclass without a mask calls Flax's own method, which passes here as well.
+        takes_mask = "mask" in inspect.signature(context.orig_method).parameters
+        if isinstance(layer, nn.BatchNorm) and takes_mask and mask is not None and kwargs.get("mask") is None:
+            return _with_valid_samples(layer, call, mask, *args, **kwargs)
         return call(*args, **kwargs)
 
     return nn.intercept_methods(intercept)

@@ -317,7 +317,7 @@ def check_counts(simulated, last):
 def test_it_is_left_out_of_rounds_in_chunks_too(lanes):
     model = models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1))
     experiment = Experiment(toy.federation(), Counting(1), Local(1, 8, lr=0.05), 0)
-    execution = Execution(lanes=lanes, stream=2600)
+    execution = Execution(lanes=lanes, stream=4000)
     simulated = Simulation(model, [experiment], pipeline=toy.PLAIN, cohort=5, rounds=3, execution=execution)
     assert simulated.chunked
     check_counts(simulated, last=1)
