@@ -4,7 +4,6 @@ Letters: K clients, C classes, T rounds.
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -228,10 +227,7 @@ def _part_name(registry: Registry, cls: type[Method]) -> str:
     known = methods.METHODS.data if registry is methods.METHODS else methods.known_suffixes()
     name = next((name for name, registered in known.items() if registered is cls), None)
     origin = None if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__ else origin_of(cls)
-    if name or origin is None:
-        return name or cls.__name__
-    in_package = getattr(sys.modules[cls.__module__], "__package__", "")  # relative imports need its module's name
-    return f"{cls.__module__ if in_package else origin.path}:{origin.object}"
+    return name or (f"{origin.path}:{origin.object}" if origin else cls.__name__)
 
 
 def _config(federation: Federation, options: Mapping[str, Any]) -> RunConfig:
