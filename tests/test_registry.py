@@ -528,7 +528,7 @@ def test_a_partition_function_receives_only_the_arguments_it_names(folder):
 
 
 @pytest.mark.parametrize(
-    "returned", [None, 3, [], (), iter([LABELS]), ([np.arange(3), np.arange(2)], None), [[[0, 1], [2]], [[0], [1, 2]]]]
+    "returned", [None, 3, [], (), iter([LABELS]), ([np.arange(3), np.arange(2)], None), [[], [[0], [1, 2]]]]
 )
 def test_a_partition_function_that_returns_no_valid_lists_is_refused(returned, monkeypatch):
     monkeypatch.setitem(partition.PARTITIONS.data, "odd", lambda y_train: returned)

@@ -146,6 +146,11 @@ def built(method: Any, model: Any) -> Any:
     UserError if it is no Flax module, or depends on a traced field: experiments that differ in one share the model.
     """
     result = of_kind(method, "build", method.build(model), nn.Module)
+    try:
+        hash(result)
+    except TypeError:
+        what = "gives a model with a field that cannot be hashed: give numbers, texts or tuples"
+        raise UserError(f"{_name(method)}.build {what}.") from None
     check_static(method, "build", lambda traced: hash(traced.build(model)))  # traced numbers have no hash
     return result
 
@@ -162,7 +167,7 @@ def check_static(method: Any, hook: str, function: Callable[[Any], Any]) -> None
         with jax.ensure_compile_time_eval():  # arrays that follow from static fields alone have values
             found.append(function(traced))
 
-    with suppress(TypeError):  # JAX's errors are among them
+    with suppress(Exception):  # of JAX, or of what a tracer was asked for
         jax.eval_shape(call, method)
     if not found or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(found)):
         hook, bounds = (hook, "") if made else ("__post_init__", ", or give it bounds there")

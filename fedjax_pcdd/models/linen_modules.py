@@ -88,7 +88,8 @@ def with_usual_rows(mask: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array
     rows, rest = divmod(len(x), len(mask))
     if rest or not rows:
         raise UserError(
-            "the input of a batch norm must begin with the axis of the samples, as padding would count: transpose it."
+            "the input of a batch norm must begin with the axis of the samples, as padding would count: transpose it, "
+            "or pass `mask` to the norm."
         )
     mask = jnp.repeat(mask, rows)
     mask = jnp.where(mask.any(), mask, 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))

@@ -25,7 +25,7 @@ from fedjax_pcdd.models.linen_modules import RULE, OwnHead, hashed, in_this_engi
 from fedjax_pcdd.models.nnx_modules import Maker, NnxBackbone, check_nnx, nnx_head
 from fedjax_pcdd.registry import from_outside
 
-SAMPLES = 1009  # of a batch that is only traced; a prime, so that no other axis of a norm's input is a multiple of it
+SAMPLES = 127  # of a batch that is only traced; a prime, so that no other axis of a norm's input is a multiple of it
 
 
 def adapted(

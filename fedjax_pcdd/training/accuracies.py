@@ -66,7 +66,7 @@ class Accuracies(Callback):
         if run.traits.recorded:
             taken = [n for n in run.traits.recorded if n in (*row, "eval_seconds") or n.startswith(("ga_", "pa_"))]
             if taken:
-                raise _clash(run, "traits", taken[0])
+                raise _clash(run, "traits.recorded", taken[0])
             servers = parts_of(run.simulation)[0].of(run.runs.state).servers  # of all experiments: no copy is made
             row |= {name: float(np.array(getattr(servers, name))[run.index]) for name in run.traits.recorded}
         run.history.rows.append(row)
@@ -203,4 +203,5 @@ def further(run: Run, correct: dict[str, Any]) -> dict[str, float]:
 
 
 def _clash(run: Run, hook: str, name: str) -> UserError:
-    return UserError(f"{type(run.method).__name__}.{hook} names '{name}', which the rows have of their own: rename it.")
+    what_to_do = "which is, or may become, a name of the rows' own: choose another"
+    return UserError(f"{type(run.method).__name__}.{hook} names '{name}', {what_to_do}.")

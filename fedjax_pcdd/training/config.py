@@ -354,7 +354,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
 
 def _made(cls: type["Method"], given: Mapping[str, Any]) -> "Method":
     """A method from hyper-parameters by name; UserError for one that is missing, out of its bounds, or no option."""
-    for field in dataclasses.fields(cls):
+    for field in filter(lambda field: field.init, dataclasses.fields(cls)):
         if field.default is field.default_factory is dataclasses.MISSING and field.name not in given:
             raise UserError(f"`{field.name}` has no default: give its value.")
     method = cls(**given)

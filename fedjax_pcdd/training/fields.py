@@ -107,9 +107,9 @@ def convert(option: Option, text: str | None, label: str | None = None) -> Any:
         if not option.optional:
             raise UserError(f"{label} takes {_expected(option)}, so it cannot be empty.")
         return None
-    if not is_plain(option.kind):
+    if not (kinds := [kind for kind in members(option.kind) if is_plain(kind)]):
         raise UserError(f"{label} {NOT_PLAIN}.")
-    for kind in members(option.kind):
+    for kind in kinds:
         try:
             value = _read(kind, text)
         except ValueError:

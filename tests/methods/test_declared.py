@@ -133,6 +133,14 @@ def test_a_model_that_depends_on_a_traced_number_is_refused(build):
     assert str(raised.value) == sentence
 
 
+def test_a_model_without_a_hash_is_refused_for_what_it_is():
+    method = of_class(build=lambda self, model: model.clone(neck=np.ones(2)))
+    with pytest.raises(
+        UserError, match=r"Mine\.build gives a model that has no hash \(unhashable type: .*\): give its"
+    ):
+        built(method, PLAIN)
+
+
 def test_a_model_may_depend_on_static_numbers_also_by_arrays():
     def build(self, model):
         return model.clone(neck=1, neck_width=int(jnp.ceil(self.width * 1.5)))

@@ -78,9 +78,9 @@ class Further(fp.Method):
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (Records("round"), "Records.traits names 'round', which the rows have of their own: rename it."),
-        (Records("ga_own"), "Records.traits names 'ga_own', which the rows have of their own: rename it."),
-        (Further(), "Further.further_models names 'balanced', which the rows have of their own: rename it."),
+        (Records("round"), "Records.traits.recorded names 'round', which is, or may become, a name of the rows' own"),
+        (Records("ga_own"), "Records.traits.recorded names 'ga_own', which is, or may become, a name of the rows' own"),
+        (Further(), "Further.further_models names 'balanced', which is, or may become, a name of the rows' own"),
     ],
     ids=["a column", "an accuracy", "a model"],
 )
@@ -89,7 +89,7 @@ def test_names_of_a_methods_own_numbers_must_not_be_those_of_the_rows(method, se
     options = {"rounds": 1, "local_epochs": 1, "lanes": 1, "model": "mlp", "fine_tune_epochs": 0}
     with pytest.raises(UserError) as raised:
         fp.simulate(federation, method, **options)
-    assert str(raised.value) == sentence
+    assert str(raised.value) == f"{sentence}: choose another."
 
 
 @pytest.mark.thorough

@@ -122,6 +122,7 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 from typing import TYPE_CHECKING
+import jax
 from flax import struct
 import fedjax_pcdd as fp
 if TYPE_CHECKING:
@@ -145,6 +146,10 @@ class Hidden(fp.Method):
 @struct.dataclass
 class Needy(fp.Method):
     mu: float = struct.field(kw_only=True)
+
+@struct.dataclass
+class United(fp.Method):
+    mu: float | jax.Array = fp.hyperparameter(0.1, help="m")
 
 @struct.dataclass
 class Filed(fp.Method):
@@ -175,6 +180,11 @@ def test_a_hyperparameter_that_cannot_be_an_option_is_refused(tmp_path, options,
     with pytest.raises(UserError) as error:
         configure(options | {"method": f"{tmp_path}/odd.py:{options['method']}"})
     assert str(error.value).startswith(sentence)
+
+
+def test_of_a_union_an_option_takes_the_plain_types(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    assert configure({"method": f"{tmp_path}/odd.py:United", "mu": "0.5"})[1].mu == 0.5
 
 
 @pytest.mark.thorough
