@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from fedjax_pcdd.beside import PACKAGE, imported_files
+from fedjax_pcdd.beside import PACKAGE, imported_files, package_of
 from fedjax_pcdd.errors import UserError, expanded, in_one_line, is_there, nearest
 
 T = TypeVar("T")
@@ -196,11 +196,16 @@ def load_object(path: str) -> Any:
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    """Import a file as a module, once for each path and content; its folder is on `sys.path` meanwhile."""
+    """Import a file as a module of its package, if any, once for each path and content.
+
+    On `sys.path` are meanwhile, first, the folder that the package is in, or that of a file without one; last, its own.
+    """
     if not is_there(file):
         raise UserError(f"there is no file {file}: check the path.")
     file = file.resolve()
+    root, package = package_of(file)
     name = f"{PACKAGE}_{file.stem}_{hashlib.sha256(f'{file} {file_sha256(file)}'.encode()).hexdigest()[:12]}"
+    name = f"{package}.{name}" if package else name
     if name in sys.modules:
         _check_beside(_imported.get(name, {}))
         return sys.modules[name]
@@ -208,7 +213,8 @@ def _module_of_file(file: Path) -> ModuleType:
     assert spec is not None  # the file ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up
-    sys.path.insert(0, str(file.parent))
+    last = [] if str(file.parent) in (str(root), *sys.path) else [str(file.parent)]
+    sys.path[:] = [str(root), *sys.path, *last]
     try:
         # Not through the loader: its bytecode cache recognises an edited file by time and size alone.
         exec(compile(file.read_bytes(), file, "exec"), vars(module))
@@ -217,7 +223,8 @@ def _module_of_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     finally:
-        sys.path.remove(str(file.parent))
+        for folder in (str(root), *last):
+            sys.path.remove(folder)
     return module
 
 
@@ -320,5 +327,7 @@ def file_sha256(file: Path) -> str:
 
 
 def _identity(part: Any) -> tuple[Any, Any]:
-    """What two definitions of the same part have in common, for example when a notebook's cell is run again."""
-    return getattr(part, "__module__", None), getattr(part, "__qualname__", id(part))
+    """What two definitions of the same part have in common: a cell or a file that is run again has the same one."""
+    module = getattr(part, "__module__", None)
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file or module, getattr(part, "__qualname__", id(part))

@@ -9,6 +9,7 @@ import yaml
 from fedjax_pcdd.beside import imported_files
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import load_object
 from fedjax_pcdd.training.presets import read_run
 
@@ -93,3 +94,41 @@ def test_files_of_one_name_in_two_folders_are_not_mixed_up(folder):
     shutil.copytree(folder, folder / "copy")
     with pytest.raises(UserError, match=r"copy/mine.py imports scales.py, but .*/scales.py has that name"):
         load_object("copy/mine.py:Scaled")
+
+
+@pytest.fixture
+def package(folder, monkeypatch):
+    """A method that its package imports, too, relatively, and a module beside it by its bare name."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("lab", "bare")]:
+        monkeypatch.delitem(sys.modules, name)
+    method = METHOD.replace("from scales", "import bare\nfrom .. import LEVEL\nfrom ..scales")
+    write(folder / "lab/__init__.py", "LEVEL = 1\nfrom .own import keep\n")
+    write(folder / "lab/scales.py", "SCALE = 2.0\n")
+    write(folder / "lab/own/__init__.py", "")
+    write(folder / "lab/own/keep.py", method.replace("@", '@fp.register_method("scaled")\n@'))
+    write(folder / "lab/own/bare.py", "import logging, time\n")
+    write(folder / "lab/own/logging.py", "1 / 0\n")  # Python's own comes first
+    return folder
+
+
+def test_a_file_is_imported_as_a_module_of_its_package(package, monkeypatch):
+    monkeypatch.setattr(METHODS, "data", dict(METHODS.data))
+    path = list(sys.path)
+    file = package / "lab/own/keep.py"
+    first = load_object(f"{file}:Scaled")
+    assert first.__module__.startswith("lab.own.")
+    assert sys.path == path
+    assert set(imported_files(file).values()) == {"lab", "lab.scales", "lab.own", "bare"}
+    write(file, file.read_text() + "X = 1\n")
+    second = load_object(f"{file}:Scaled")
+    assert METHODS["scaled"] is second is not first
+
+
+def test_a_run_with_a_method_of_a_package_is_not_resumed_if_the_package_has_changed(package, monkeypatch):
+    monkeypatch.setattr(METHODS, "data", dict(METHODS.data))
+    options = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--train-samples=200", "--quiet"]
+    assert main(["--method=lab/own/keep.py:Scaled", "--run-dir=run", *options]) == 0
+    read_run(package / "run")
+    write(package / "lab/__init__.py", "LEVEL = 2\nfrom .own import keep\n")
+    with pytest.raises(UserError, match=r"lab/__init__.py has changed since this run began: put it back"):
+        read_run(package / "run")
