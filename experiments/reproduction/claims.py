@@ -162,7 +162,7 @@ def _finding(claim: Claim, column: Column, paper: float | None) -> Finding | Non
     )  # fmt: skip
     if not alike(higher, lower, claim.metric):
         return found._replace(best=best._replace(p=None), pa_epochs=(higher.pa_epochs, lower.pa_epochs))
-    of_last = claim.metric == PA and not higher.tuned_epochs is lower.tuned_epochs is None
+    of_last = claim.metric == PA and (higher.tuned or lower.tuned)
     unchosen = difference(higher, lower, claim.metric, of="last" if of_last else "last ten")
     last_epoch = difference(higher, lower, PA_LAST) if claim.metric == PA else None
     return found._replace(

@@ -7,12 +7,12 @@ from typing import Any, Literal, NamedTuple
 from fedjax_pcdd.report.expected import PA, Expected, kind
 from fedjax_pcdd.report.statistics import Difference, paired
 from fedjax_pcdd.report.tables import over_seeds
+from fedjax_pcdd.training.progress import pa_epochs, tuned_epochs
 from reproduction.verdicts import rank_correlation
 
 BASELINE = "fedavg"
 # Metric of the expected tables -> a result's entry with the mean of its last ten rounds, as a share.
 LAST_TEN = {"ga_pct": "ga_mean_last10", "ga_fraction": "ga_mean_last10", "pa_pct": "pa_mean_last10"}
-LAST = {"ga_pct": "ga_last", "ga_fraction": "ga_last", "pa_pct": "pa_last"}  # the same for the last round
 FACTORS = {"ga_fraction": 100.0}  # shares are shown in percent
 FIRST = "0.1"  # the version of results that do not name theirs
 
@@ -54,21 +54,19 @@ class Row(NamedTuple):
         name = LAST_TEN.get(metric, "")
         return {r["seed"]: 100.0 * r[name] for r in self.results if r.get(name) is not None}
 
-    def last(self, metric: str) -> dict[int, float]:
-        """An accuracy in the last round, in percent, by seed; after fine-tuning where PA is."""
-        name = LAST.get(metric, "")
-        return {r["seed"]: 100.0 * r[name] for r in self.results if r.get(name) is not None}
+    def last_pa(self, metric: str = PA) -> dict[int, float]:
+        """PA in the last round, in percent, by seed; after fine-tuning where PA is."""
+        return {r["seed"]: 100.0 * r["pa_last"] for r in self.results if r.get("pa_last") is not None}
 
     @property
-    def tuned_epochs(self) -> int | None:
-        """Epochs for which the global model is fine-tuned before PA, None if it is not."""
-        match = re.match(r"global model fine-tuned for (\d+) epochs", str(self.results[0].get("pa_protocol")))
-        return int(match[1]) if match else None
+    def tuned(self) -> bool:
+        """Whether PA is that of the fine-tuned global model."""
+        return tuned_epochs(self.results[0]) is not None
 
     @property
     def pa_epochs(self) -> int | None:
         """Local epochs between the server's model and the test of PA, None for a mean over splits."""
-        return self.tuned_epochs or self.results[0].get("options", {}).get("local_epochs")
+        return pa_epochs(self.results[0], self.results[0].get("options", {}).get("local_epochs"))
 
     @property
     def versions(self) -> dict[int, str]:
@@ -164,10 +162,10 @@ def difference(
     Args:
       higher, lower: the difference is the first minus the second.
       metric: a metric of the expected tables.
-      of: which rounds: the best one, the mean of the last ten, or the last one.
+      of: which rounds: the best one, the mean of the last ten, or, of PA, the last one.
       seeds: the seeds to use, by default all.
     """
-    read = {"best": Row.values, "last ten": Row.last_ten, "last": Row.last}[of]
+    read = {"best": Row.values, "last ten": Row.last_ten, "last": Row.last_pa}[of]
     higher_values, lower_values = (read(row, metric) for row in (higher, lower))
     same_version = {seed for seed, version in higher.versions.items() if lower.versions.get(seed) == version}
     counted = [seed for seed in higher_values if seed in same_version and (seeds is None or seed in seeds)]

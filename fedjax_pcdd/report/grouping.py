@@ -11,7 +11,7 @@ from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import INPUTS, RunRecord
 from fedjax_pcdd.training.config import NOT_COMPUTED, RUN, TASK_DEFAULTS, build, partition_tag, values
 from fedjax_pcdd.training.presets import Preset, preset_values, read_preset
-from fedjax_pcdd.training.progress import pa_name
+from fedjax_pcdd.training.progress import pa_epochs, pa_name
 
 # These options do not change what is computed.
 INDIFFERENT = {*NOT_COMPUTED, "seed", "lanes", "client_state", "eval_batch"}
@@ -217,10 +217,8 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def pa_kind(run: RunRecord) -> tuple[str, int | None, str]:
     """PA's name, the local epochs between the server's model and the test (None if not fixed), and the protocol."""
-    when, _, protocol = str(run.result.get("pa_protocol")).partition(", ")
-    tuned = run.config.get("fine_tune_epochs")
-    known = {"during training": run.config.get("local_epochs"), f"global model fine-tuned for {tuned} epochs": tuned}
-    return pa_name(run.result), known.get(when), protocol
+    protocol = str(run.result.get("pa_protocol")).partition(", ")[2]
+    return pa_name(run.result), pa_epochs(run.result, run.config.get("local_epochs")), protocol
 
 
 def alike_in_pa(kinds: Set[tuple[str, int | None, str]]) -> bool:

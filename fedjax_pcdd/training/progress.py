@@ -1,6 +1,7 @@
 """What the user sees of a run: a progress bar during training, a table at its end."""
 
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -158,6 +159,23 @@ def pa_name(summary: Mapping[str, Any]) -> str:
     if "fine-tuned" in protocol:
         return "PA after fine-tuning"
     return IN_TRAINING if protocol.startswith("during training") else "PA"
+
+
+def tuned_epochs(summary: Mapping[str, Any]) -> int | None:
+    """Epochs for which the global model is fine-tuned before PA, None if it is not."""
+    match = re.match(r"global model fine-tuned for (\d+) epochs", str(summary.get("pa_protocol")))
+    return int(match[1]) if match else None
+
+
+def pa_epochs(summary: Mapping[str, Any], local_epochs: int | None) -> int | None:
+    """Local epochs between the server's model and the test of PA; None if the protocol fixes no number.
+
+    >>> pa_epochs({"pa_protocol": "during training"}, 2), pa_epochs({"pa_protocol": "global model as received"}, 2)
+    (2, None)
+    >>> pa_epochs({"pa_protocol": "global model fine-tuned for 10 epochs, best epoch of each client"}, 2)
+    10
+    """
+    return tuned_epochs(summary) or (local_epochs if pa_name(summary) == IN_TRAINING else None)
 
 
 def pa_entries(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -210,12 +210,12 @@ def test_rounds_that_no_test_chose_are_the_last_ten_and_the_last_where_a_model_i
 
 
 def test_pa_after_other_numbers_of_local_epochs_has_no_verdict_and_is_in_no_count_or_family():
-    tuned = {"pa_protocol": "global model fine-tuned for 10 epochs"}
+    training, tuned = {"pa_protocol": "during training"}, {"pa_protocol": "global model fine-tuned for 10 epochs"}
     results = [
         result
         for seed in range(3)
         for result in (
-            made_up("fedmr", 50.0, seed) | {"metrics": {"pa_pct": 92.0 + seed}},
+            made_up("fedmr", 50.0, seed) | {"metrics": {"pa_pct": 92.0 + seed}} | training,
             made_up("fedavg", 50.0, seed) | {"metrics": {"pa_pct": 80.0}} | tuned,
         )
     ]
