@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 from importlib.metadata import EntryPoint
 
@@ -260,6 +261,15 @@ def test_a_hyperparameter_without_a_default_may_be_annotated_as_a_number(folder)
     assert [parse([*run, *more])[1].a for more in ([], ["--a=none"], ["--a=0.25"])] == [None, None, 0.25]
     with pytest.raises(UserError, match="a must be at least 0"):
         parse([*run, "--a=-1"])
+
+
+def test_the_help_of_a_method_with_a_field_without_a_default_says_so(folder, monkeypatch, capsys):
+    (folder / "chosen.py").write_text(CHOSEN.replace(' = fp.hyperparameter(None, help="x", low=0.0)', ""))
+    assert main(["--method=chosen.py:Chosen", "--help"]) == 0
+    assert re.search(r"--a FLOAT +\(no default\)", capsys.readouterr().out)
+    monkeypatch.setitem(methods.METHODS.data, "chosen", load_object("chosen.py:Chosen"))
+    assert main(["--list-methods"]) == 0
+    assert main(["--method=chosen+sam+adam", "--a=0.5", "--clients=2", "--model=mlp", *SMALL]) == 0
 
 
 def test_hyperparameters_of_a_method_from_outside_are_options(folder, capsys):

@@ -22,6 +22,7 @@ from fedjax_pcdd.api.grid import Experiment
 from fedjax_pcdd.api.sweep import run_stages
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError, is_there, nearest
+from fedjax_pcdd.methods.wrappers import with_defaults
 from fedjax_pcdd.registry import is_import_path, short_name
 from fedjax_pcdd.report.standings import MEASURES, SECONDS
 from fedjax_pcdd.training.build import build_model, load, public_outputs
@@ -151,7 +152,7 @@ def _check_kinds(plan: Plan, path: Path) -> None:
 
 def options(plan: Plan, cell: Cell, trial: Mapping[str, Any], seed: int, more: Mapping[str, str]) -> dict[str, str]:
     """The options of one run, as on the command line."""
-    needs_public = methods.get(cell.method)().traits().needs_public
+    needs_public = with_defaults(methods.get(cell.method)).traits().needs_public
     return _settings(plan, cell, trial, public=needs_public) | {"seed": str(seed)} | dict(more)
 
 
@@ -188,7 +189,7 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
             if isinstance(result, dict) else {"options": trial, "failed": _told(result, folder)}
             for trial, result in zip(trials, trial_results, strict=True)
         ],
-        "global_model": methods.get(cell.method)().traits().global_model,
+        "global_model": with_defaults(methods.get(cell.method)).traits().global_model,
         "chosen": trials[best] if finished else None,
         "seeds": [
             {"seed": seed, **{name: result.get(name) for name in (*MEASURES, SECONDS)}}

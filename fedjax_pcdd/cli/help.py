@@ -10,6 +10,7 @@ from fedjax_pcdd import methods
 from fedjax_pcdd.cli.messages import invocation
 from fedjax_pcdd.cli.options import LISTS, entries, width
 from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS
+from fedjax_pcdd.methods.wrappers import with_defaults
 from fedjax_pcdd.training.config import GROUPS, RUN
 from fedjax_pcdd.training.fields import Option, convert, options_of
 from fedjax_pcdd.training.options import SERVER, in_any_case
@@ -50,7 +51,7 @@ def method_rows() -> list[MethodRow]:
     counts, rows = json.loads(COUNTS.read_text()), []
     for name, cls in methods.every().items():
         traffic = [counts.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held")]
-        traits, file = cls().traits(), cls.__module__.replace(".", "/") + ".py"
+        traits, file = with_defaults(cls).traits(), cls.__module__.replace(".", "/") + ".py"
         status = "reconstruction" if "reconstructed" in traits.paper else "complete"
         rows.append(MethodRow._make((name, traits.paper, traits.target, *traffic, file, status)))
     return rows
@@ -115,7 +116,7 @@ def help_text(method: str) -> str:
     groups += [(name, text, [x for x in RUN.values() if x.group == name]) for name, text in GROUPS.items()]
     own_options = list(options_of(cls).values())
     if own_options:
-        paper = cls().traits().paper
+        paper = with_defaults(cls).traits().paper
         groups.append((method, f"Hyper-parameters of {method}" + (f" ({paper})." if paper else "."), own_options))
     sections = [
         f"usage: {invocation('run')} [--NAME=VALUE ...]",

@@ -3,6 +3,7 @@
 Generated from dataclasses (`RunConfig`, a method, the form of a command), so that a new field appears automatically.
 """
 
+import dataclasses
 import inspect
 import shutil
 import textwrap
@@ -173,7 +174,9 @@ def width() -> int:
 def _entry(option: Option, width: int) -> str:
     limits, symbol = bounds(option), f"{option.symbol}: " if option.symbol else ""
     text = symbol + sentence(option.help) + (f" [{limits}]" if limits else "")
-    if option.default not in (None, "") and option.name not in LISTS:  # the text says what None means
+    if option.default is dataclasses.MISSING:
+        text += " (no default)"
+    elif option.default not in (None, "") and option.name not in LISTS:  # the text says what None means
         text += f" (default: {option.default})"
     head, indent = f"  {_form(option)}", " " * 28
     first_line = head.ljust(len(indent)) if len(head) < len(indent) - 1 else f"{head}\n{indent}"

@@ -8,7 +8,7 @@ has one such step, so two of them are refused.
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.wrappers import Addition, averages_models
+from fedjax_pcdd.methods.wrappers import Addition, averages_models, with_defaults
 
 
 @struct.dataclass
@@ -22,7 +22,7 @@ class ServerStep(Addition):
         """The reason, if there is no mean, or already a step."""
         if issubclass(other, ServerStep):
             return "has a step of the server already, so drop one of them."
-        if other().traits().pauses:
+        if with_defaults(other).traits().pauses:
             return "has rounds that train nothing, in which a step of the server would go on, so drop the suffix."
         return super().unsuitable(other)
 

@@ -12,7 +12,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.methods.method import Context, Evaluated, Tree, hyperparameter
-from fedjax_pcdd.methods.wrappers import Addition
+from fedjax_pcdd.methods.wrappers import Addition, with_defaults
 
 TINY = 1e-12  # added to a norm in a denominator, so that a gradient of 0 perturbs nothing
 
@@ -39,7 +39,7 @@ class Nearby(Addition):
         """The reason, if a step is not of one model on its own objective."""
         if issubclass(other, Nearby):
             return "perturbs the weights already, so drop the suffix."
-        traits = other().traits()
+        traits = with_defaults(other).traits()
         refused = traits.apart or traits.exchange != "never"
         return "trains two models at a time, or on what others sent, so drop the suffix." if refused else ""
 

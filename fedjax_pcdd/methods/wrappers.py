@@ -6,6 +6,7 @@ the server's state by fields that `extended` appends, so that the hooks of X sti
 any tree, so X's state becomes the field `own` of a new one, beside what is added (`Addition.keeps`).
 """
 
+import dataclasses
 import functools
 import inspect
 from collections import namedtuple
@@ -43,6 +44,13 @@ def averages_models(method: Method) -> bool:
     return traits.global_model and not traits.own_models and traits.exchange == "never"
 
 
+def with_defaults(cls: type[Method]) -> Method:
+    """The method whose fields have their defaults, for its traits; None where a field has none."""
+    missing = dataclasses.MISSING
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    return cls(**{field.name: None for field in fields if field.default is field.default_factory is missing})
+
+
 @struct.dataclass
 class Addition(Method):
     """FedAvg with an addition; in front of another method's class X it becomes X with the addition.
@@ -58,7 +66,7 @@ class Addition(Method):
     @classmethod
     def unsuitable(cls, other: type[Method]) -> str:
         """Why it cannot be put in front of a method, in words that follow the method's name; "" if it can."""
-        return "" if averages_models(other()) else "is not a method that averages models."
+        return "" if averages_models(with_defaults(other)) else "is not a method that averages models."
 
     def traits(self):
         """X's traits; if the addition is used alone, with its own paper."""
