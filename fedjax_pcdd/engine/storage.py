@@ -53,7 +53,12 @@ class OnDevice:
     def initial(self, make: Make, experiments: int) -> Tree:
         """State of all rows, stacked."""
         parts = [make(e, jnp.asarray(rows)) for e, rows in enumerate(self._by_experiment(experiments))]
-        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        if experiments == 1:
+            return parts[0]
+        lists, structure = [jax.tree.leaves(part) for part in parts], jax.tree.structure(parts[0])
+        del parts  # each leaf is freed as it is joined, so that the state is not held twice
+        joined = [jnp.concatenate([leaves.pop(0) for leaves in lists]) for _ in range(structure.num_leaves)]
+        return structure.unflatten(joined)
 
     def _by_experiment(self, experiments: int) -> list[np.ndarray]:
         return np.split(np.arange(self.rows, dtype=np.int32), experiments)

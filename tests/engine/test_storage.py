@@ -6,6 +6,7 @@ import os
 import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -24,6 +25,26 @@ def test_the_device_holds_the_state_of_the_cohort_only():
     for all_rows, cohort_rows in zip(jax.tree.leaves(state.clients), jax.tree.leaves(fetched.clients), strict=True):
         assert isinstance(cohort_rows, jax.Array)
         np.testing.assert_array_equal(all_rows[rows], cohort_rows)
+
+
+def test_states_of_several_experiments_are_freed_leaf_by_leaf_as_they_are_joined(monkeypatch):
+    parts, alive = [], []
+
+    def make(e, rows):
+        leaves = {name: jnp.full((len(rows), 2), 10.0 * e + i) for i, name in enumerate("abc")}
+        parts.extend(map(weakref.ref, leaves.values()))
+        return leaves
+
+    def joined(arrays, join=jnp.concatenate):
+        alive.append(sum(part() is not None for part in parts))
+        return join(arrays)
+
+    monkeypatch.setattr(jnp, "concatenate", joined)
+    state = OnDevice(4, 1, None).initial(make, 2)
+    assert alive == [6, 4, 2]
+    assert {name: x[:, 0].tolist() for name, x in state.items()} == {
+        "a": [0, 0, 10, 10], "b": [1, 1, 11, 11], "c": [2, 2, 12, 12]
+    }  # fmt: skip
 
 
 def test_only_clients_that_trained_are_written():
