@@ -40,7 +40,11 @@ class APFL(PersonalCopy):
         "never", help="when alpha moves: never, after the first step of a round, after every step", static=True
     )
     alpha_lr: float | None = hyperparameter(
-        None, symbol="eta_alpha", help="learning rate of alpha; by default that of the models", low=0.0
+        None,
+        symbol="eta_alpha",
+        help="learning rate of alpha; by default that of the models",
+        low=0.0,
+        needs={"adapt": ("round", "step")},
     )
     mix: Literal["parameters", "logits"] = hyperparameter(
         "parameters", help="what is mixed: parameters as in the paper, or logits as in its code", static=True

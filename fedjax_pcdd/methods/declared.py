@@ -64,8 +64,11 @@ def _check_hook(part: Any, name: str, hook: Callable, bound: Any) -> None:
 
 
 def check_fields(method: Any) -> None:
-    """Raise UserError if a field that is traced holds anything but numbers."""
+    """Raise UserError if a field that is traced holds anything but numbers, or one needs a field that is not there."""
     for field in dataclasses.fields(method):
+        for other in field.metadata.get("needs") or ():
+            if not hasattr(method, other):
+                raise UserError(f"{type(method).__name__}.{field.name} needs '{other}', which is none of its fields.")
         leaves = jax.tree.leaves(getattr(method, field.name)) if field.metadata.get("pytree_node", True) else []
         for leaf in leaves:
             if not (isinstance(leaf, int | float) or _is_numeric(getattr(leaf, "dtype", None))):

@@ -29,7 +29,13 @@ from fedjax_pcdd.trees import squared_distance, where
 class Ditto(PersonalCopy):
     """L = CE(w) + CE(v) + (lambda / 2) * ||v - w^t||^2."""
 
-    lam: float = hyperparameter(1.0, symbol="lambda", help="weight of the distance to the global model", low=0.0)
+    lam: float = hyperparameter(
+        1.0,
+        symbol="lambda",
+        help="weight of the distance to the global model",
+        low=0.0,
+        needs={"lambda_candidates": ("",)},
+    )
 
     personal_epochs: int | None = hyperparameter(
         None,

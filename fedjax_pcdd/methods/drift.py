@@ -79,7 +79,7 @@ class Drifting(Method):
         """Advice on an option that does nothing."""
         if self._averages:
             advice = f"`eval={self.eval}` does nothing with `server_step=none`, which leaves one model."
-            return [advice] * (self.eval != "selected_mean")
+            return [advice] * (self.eval != type(self).eval)
         advice = "GA is that of the server's model, as its other step does not keep the mean of the cohort's (`eval`)."
         return [advice] * (self._evaluated != self.eval)
 

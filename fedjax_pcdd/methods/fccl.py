@@ -39,15 +39,26 @@ class FCCL(Exchanging):
     """Public: L_col of the cross-correlation; private: CE + lambda_loc (KL to the previous + KL to the pre-trained)."""
 
     lambda_col: float = hyperparameter(
-        0.0051, symbol="lambda_Col", help="weight of pairs of different classes", low=0.0
+        0.0051,
+        symbol="lambda_Col",
+        help="weight of pairs of different classes",
+        low=0.0,
+        needs={"collaborate": (True,)},
     )
-    lambda_loc: float = hyperparameter(1.0, symbol="lambda_Loc", help="weight of both distillations", low=0.0)
+    lambda_loc: float = hyperparameter(
+        1.0, symbol="lambda_Loc", help="weight of both distillations", low=0.0, needs={"continual": (True,)}
+    )
     collaborate: bool = hyperparameter(True, help="the exchange; false is the ablation without COL", static=True)
     continual: bool = hyperparameter(True, help="the distillations; false is the ablation without CON", static=True)
     own: Literal["current", "previous"] = hyperparameter(
-        "current", help="one's own part of the mean logits: the current model's, or the previous one's", static=True
+        "current",
+        help="one's own part of the mean logits: the current model's, or the previous one's",
+        static=True,
+        needs={"collaborate": (True,)},
     )
-    eps: float = hyperparameter(0.0, help="added to the variance of a column of logits", low=0.0)
+    eps: float = hyperparameter(
+        0.0, help="added to the variance of a column of logits", low=0.0, needs={"collaborate": (True,)}
+    )
 
     def traits(self):
         """The exchange comes before local training."""

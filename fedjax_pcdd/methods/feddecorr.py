@@ -10,9 +10,10 @@ from typing import Literal
 
 from flax import struct
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.decorrelation import batch_decorrelation
 from fedjax_pcdd.methods.method import hyperparameter
-from fedjax_pcdd.methods.wrappers import Addition
+from fedjax_pcdd.methods.wrappers import Addition, averages_models
 
 
 @struct.dataclass
@@ -29,8 +30,10 @@ class FedDecorr(Addition):
     )
 
     def configure(self, setting, hyper):
-        """Advice: correlations need two samples and two dimensions."""
+        """Advice: correlations need two samples and two dimensions; UserError if X averages no models in this form."""
         method, advice = super().configure(setting, hyper)
+        if not averages_models(method):
+            raise UserError("FedDecorr needs a method that averages models in this form: drop the suffix.")
         small = "`batch_size=1`" if setting.batch_size == 1 else "one feature" if setting.feature_dim == 1 else ""
         return method, [*advice, *[f"FedDecorr with {small} has nothing to decorrelate: drop it."] * bool(small)]
 

@@ -22,6 +22,8 @@ from fedjax_pcdd.methods.participant import Exchanging, over_all
 from fedjax_pcdd.methods.server_training import train_on_public
 from fedjax_pcdd.models.classifier import forward
 
+AT_SERVER = {"form": ("server",)}  # what some hyper-parameters need
+
 
 @struct.dataclass
 class FedDF(Exchanging):
@@ -35,13 +37,22 @@ class FedDF(Exchanging):
     )
     temperature: float = hyperparameter(1.0, symbol="T", help="temperature of both softmaxes", above=0.0)
     teacher_mode: Literal["eval", "train"] = hyperparameter(
-        "eval", help="mode of the participants' models when they teach, with `form=participants`", static=True
+        "eval",
+        help="mode of the participants' models when they teach, with `form=participants`",
+        static=True,
+        needs={"form": ("participants",)},
     )
-    server_steps: int = hyperparameter(500, help="optimiser steps on the server in a round", static=True, low=0)
-    server_lr: float = hyperparameter(1e-3, help="learning rate of Adam on the server", above=0.0)
-    server_decay_steps: int = hyperparameter(10_000, help="steps of the cosine schedule to 0", static=True, low=1)
-    server_batch: int = hyperparameter(128, help="public images of a step on the server", static=True, low=1)
-    server_clip: float = hyperparameter(5.0, help="largest gradient norm on the server", above=0.0)
+    server_steps: int = hyperparameter(
+        500, help="optimiser steps on the server in a round", static=True, low=0, needs=AT_SERVER
+    )
+    server_lr: float = hyperparameter(1e-3, help="learning rate of Adam on the server", above=0.0, needs=AT_SERVER)
+    server_decay_steps: int = hyperparameter(
+        10_000, help="steps of the cosine schedule to 0", static=True, low=1, needs=AT_SERVER
+    )
+    server_batch: int = hyperparameter(
+        128, help="public images of a step on the server", static=True, low=1, needs=AT_SERVER
+    )
+    server_clip: float = hyperparameter(5.0, help="largest gradient norm on the server", above=0.0, needs=AT_SERVER)
 
     @property
     def _at_server(self) -> bool:
@@ -55,12 +66,11 @@ class FedDF(Exchanging):
         return super().traits()._replace(paper=paper)
 
     def configure(self, setting, hyper):
-        """Advice: on the server the models teach in mode eval."""
+        """Advice: options of an exchange between participants have no effect on the server."""
         method, advice = super().configure(setting, hyper)
-        if self._at_server and self.teacher_mode == "train":
-            idle = "`teacher_mode=train` has no effect with `form=server`: models teach in mode eval there."
-            advice = [*advice, idle]
-        return method, advice
+        names = ("public_epochs", "public_optimizer", "average") if self._at_server else ()
+        idle = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        return method, [*advice, *(f"`{name}` has no effect with `form=server`." for name in idle)]
 
     def init_client(self, setting, server, facts, key):
         """No state, or a participant's model."""

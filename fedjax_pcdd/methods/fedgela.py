@@ -30,14 +30,23 @@ class Server(NamedTuple):
     etf: Any  # () with a learned classifier
 
 
+ETF = {"classifier": ("etf",)}  # what some hyper-parameters need
+
+
 @struct.dataclass
 class FedGELA(Method):
     """Cross-entropy over kappa * Phi_kc * (m_c . h / |h|); GA without Phi, PA with it."""
 
     ew: float | None = hyperparameter(
-        None, symbol="E_W", help="energy of the ETF; by default 1e4 if the backbone has norm layers, else 4", low=0.0
+        None,
+        symbol="E_W",
+        help="energy of the ETF; by default 1e4 if the backbone has norm layers, else 4",
+        above=0.0,
+        needs=ETF,
     )
-    scale: Literal["sqrt", "linear"] = hyperparameter("sqrt", symbol="kappa", help="root of E_W, or E_W", static=True)
+    scale: Literal["sqrt", "linear"] = hyperparameter(
+        "sqrt", symbol="kappa", help="root of E_W, or E_W", static=True, needs=ETF
+    )
     phi: Literal["identity", "sqrt", "exp", "none"] = hyperparameter(
         "identity", symbol="Phi", help="local scale as a function of n_kc / n_k; none is FedGE", static=True
     )
@@ -52,7 +61,10 @@ class FedGELA(Method):
     )
     layers: Literal[0, 1, 2] = hyperparameter(2, help="linear layers between backbone and ETF", static=True)
     normalise: Literal["l2", "batch"] = hyperparameter(
-        "l2", help="features before the ETF: unit length, or batch norm as the published command has it", static=True
+        "l2",
+        help="features before the ETF: unit length, or batch norm as the published command has it",
+        static=True,
+        needs=ETF,
     )
     pa_model: PersonalModel | None = hyperparameter(
         None, help="another name of `pa_protocol`: local of last, server of received", static=True
@@ -74,8 +86,6 @@ class FedGELA(Method):
         gamma = self.gamma or ("class" if self.phi == "identity" else "serverscaled")
         ew = (1e4 if setting.normalised else 4.0) if self.ew is None and self.classifier == "etf" else self.ew
         advice = []
-        if self.classifier == "learned" and (self.ew, self.scale, self.normalise) != (None, "sqrt", "l2"):
-            advice.append("`ew`, `scale` and `normalise` belong to the ETF: with `classifier=learned` they do nothing.")
         if self.denominator == "present" and not self._masks:
             advice.append(f"`denominator=present` does nothing with `phi={self.phi}`, where all classes count.")
         if self.gamma and self.phi == "none":

@@ -1,7 +1,7 @@
 """FedGF: gradients are taken between the client's and the global worst nearby point, by how far clients diverged.
 
 Lee and Yoon, "Rethinking the Flat Minima Searching in Federated Learning", ICML 2024.
-Sent: the model, the perturbed model and the scalar c down (2P), the model and the scalar ||w_k - w^t|| up. Clients keep
+Sent: the model, the one before and the scalar c down (2P), the model and the scalar ||w_k - w^t|| up. Clients keep
 nothing, the server one model. A step costs two gradients.
 Follows the published code, which has no momentum. The threshold is in units of the parameters, so a suitable one grows
 with learning rate and steps; each round's metrics have the mean ||w_k - w^t|| as `divergence` and c as `share`. At
@@ -23,10 +23,10 @@ from fedjax_pcdd.trees import squared_distance
 
 
 class Server(NamedTuple):
-    """Global model; perturbed parameters, share c, mean divergence; which rounds diverged [W], rounds so far."""
+    """Global model; parameters before, share c, mean divergence; which rounds diverged [W], rounds so far."""
 
     variables: Tree
-    perturbed: Tree
+    previous: Tree
     share: jax.Array
     divergence: jax.Array
     window: jax.Array
@@ -62,7 +62,9 @@ class FedGF(SharpnessAware):
                 "`rho` above 0."
             )
         chance = "goes about {:.3g} times as far along gradients that do not follow its steps once all rounds diverge"
-        advice += momentum_advice("FedGF", hyper.momentum, "a higher `threshold`", f"{chance}, and has ended at chance")
+        if self.threshold < float("inf"):  # FedSAM, in which no round diverges
+            ends = f"{chance}, and has ended at chance"
+            advice += momentum_advice("FedGF", hyper.momentum, "a higher `threshold`", ends)
         return self.replace(global_rho=self._global_rho()), advice  # pyright: ignore[reportAttributeAccessIssue]
 
     def _global_rho(self):
@@ -75,12 +77,17 @@ class FedGF(SharpnessAware):
             variables, variables["params"], zero, zero, jnp.zeros(self.window, bool), jnp.zeros((), jnp.int32)
         )
 
+    def far_point(self, params, previous, setting):
+        """w~, from w^t and w^{t-1}."""
+        back = shared_part(setting, optax.tree.sub(previous, params))
+        return optax.tree.add(params, of_length(back, self._global_rho()))
+
     def point(self, params, gradients, context):
         """c w~ + (1 - c) (w + e)."""
-        c, near = context.server.share, optax.tree.add(params, ascent(gradients, params, self.rho))
-        between = jax.tree.map(
-            lambda far, near: (c * far + (1 - c) * near).astype(near.dtype), context.server.perturbed, near
-        )
+        # Made here, not by the server, as a step of the server (`fedgf+adam`) comes after `aggregate`.
+        far = self.far_point(context.start["params"], context.server.previous, context.setting)
+        near, c = optax.tree.add(params, ascent(gradients, params, self.rho)), context.server.share
+        between = jax.tree.map(lambda far, near: (c * far + (1 - c) * near).astype(near.dtype), far, near)
         return shared_part(context.setting, between, near)
 
     def upload(self, variables, summary, context):
@@ -89,10 +96,7 @@ class FedGF(SharpnessAware):
         return context.client, Message(mean=variables, total=distance)
 
     def aggregate(self, server, message, weights, context):
-        """The mean model, its w~, and c from the unweighted mean divergence of the last W rounds."""
-        new = message.mean["params"]
-        back = optax.tree.sub(server.variables["params"], new)
-        perturbed = optax.tree.add(new, of_length(shared_part(context.setting, back), self._global_rho()))
+        """The mean model, w^t, and c from the unweighted mean divergence of the last W rounds."""
         divergence = message.total / jnp.maximum(context.count, 1)
         window = server.window.at[server.rounds % self.window].set(divergence > self.threshold)
         rounds = server.rounds + 1
@@ -100,7 +104,7 @@ class FedGF(SharpnessAware):
         dtype = server.share.dtype
         return server._replace(
             variables=message.mean,
-            perturbed=perturbed,
+            previous=server.variables["params"],
             share=share.astype(dtype),
             divergence=divergence.astype(dtype),
             window=window,

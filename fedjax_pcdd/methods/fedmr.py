@@ -31,14 +31,21 @@ class Server(NamedTuple):
     submits: jax.Array
 
 
+INTER, MEAN = {"terms": ("both", "inter")}, {"prototypes": ("mean",)}  # what some hyper-parameters need
+
+
 @struct.dataclass
 class FedMR(Prototypical):
     """L = CE + mu1 * L_intra + mu2 * L_inter."""
 
     mu1: float | None = hyperparameter(
-        None, symbol="mu_1", help="weight of the intra-class loss; by default 0.1, or 0.01 below 256 features", low=0.0
+        None,
+        symbol="mu_1",
+        help="weight of the intra-class loss; by default 0.1, or 0.01 below 256 features",
+        low=0.0,
+        needs={"terms": ("both", "intra")},
     )
-    mu2: float = hyperparameter(1e-4, symbol="mu_2", help="weight of the inter-class loss", low=0.0)
+    mu2: float = hyperparameter(1e-4, symbol="mu_2", help="weight of the inter-class loss", low=0.0, needs=INTER)
     prototypes: Literal["mean", "onehot"] = hyperparameter(
         "mean", help="of the features of a class, or the c-th unit vector, fixed (section 4.4; D >= C)", static=True
     )
@@ -46,13 +53,24 @@ class FedMR(Prototypical):
         "both", help="which terms are trained: intra alone sends no prototypes", static=True
     )
     form: Literal["offdiag", "frobenius"] = hyperparameter(
-        "offdiag", help="intra-class loss of the published code, or as printed (eq. 3)", static=True
+        "offdiag",
+        help="intra-class loss of the published code, or as printed (eq. 3)",
+        static=True,
+        needs={"terms": ("both", "intra")},
     )
     negatives: Literal["local", "all"] = hyperparameter(
-        "local", help="rival classes of the inter-class loss: the client's own, or all with a prototype", static=True
+        "local",
+        help="rival classes of the inter-class loss: the client's own, or all with a prototype",
+        static=True,
+        needs=INTER,
     )
     lite: int | None = hyperparameter(
-        None, symbol="n", help="samples of a batch in the inter-class loss; by default all", low=0, static=True
+        None,
+        symbol="n",
+        help="samples of a batch in the inter-class loss; by default all",
+        low=0,
+        static=True,
+        needs=INTER,
     )
     submitters: float = hyperparameter(
         1.0,
@@ -60,12 +78,16 @@ class FedMR(Prototypical):
         low=0.0,
         high=1.0,
         static=True,
+        needs=INTER | MEAN,
     )
     prototype_inputs: Literal["plain", "augmented"] = hyperparameter(
-        "plain", help="images that prototypes are computed from", static=True
+        "plain", help="images that prototypes are computed from", static=True, needs=INTER | MEAN
     )
     prototype_mode: Literal["eval", "train"] = hyperparameter(
-        "eval", help="batch norm in that pass: running statistics, or those of batches of B", static=True
+        "eval",
+        help="batch norm in that pass: running statistics, or those of batches of B",
+        static=True,
+        needs=INTER | MEAN,
     )
 
     def traits(self):

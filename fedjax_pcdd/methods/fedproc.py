@@ -23,7 +23,9 @@ from fedjax_pcdd.methods.prototypical import Selective
 class FedProc(Selective):
     """L = CE + mu * L_gpc, or alpha_t * L_gpc + (1 - alpha_t) * CE with alpha_t = 1 - t / (T - 1)."""
 
-    mu: float = hyperparameter(1e-4, symbol="mu", help="weight of the contrast in mode additive", low=0.0)
+    mu: float = hyperparameter(
+        1e-4, symbol="mu", help="weight of the contrast in mode additive", low=0.0, needs={"mode": ("additive",)}
+    )
     tau: float = hyperparameter(0.5, symbol="tau", help="temperature of the contrast", above=0.0)
     mode: Literal["additive", "convex"] = hyperparameter(
         "additive",

@@ -47,8 +47,9 @@ class FedSMOO(Drifting):
         return Traits("Sun et al., ICML 2023")
 
     def configure(self, setting, hyper):
-        """Advice on what is left without one of its parts."""
+        """Advice on what is left without one of its parts, and on an `eval` without effect."""
         method, advice = super().configure(setting, hyper)
+        advice = [*advice, *self.unread()]
         if self.rho == 0:
             advice = [*advice, "FedSMOO with `rho=0` is FedDyn at twice the cost: set `rho` above 0."]
         return method, advice

@@ -21,7 +21,7 @@ features, K clients, S clients of the round (cohort).
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -352,7 +352,7 @@ class Server(NamedTuple):
 
 def hyperparameter(
     default, *, help: str, symbol: str = "", low=None, high=None, above=None, static: bool = False,
-    several: bool = False,
+    several: bool = False, needs: Mapping[str, tuple] | None = None,
 ):  # fmt: skip
     """A field of a method: traced (changing it recompiles nothing) unless `static`.
 
@@ -364,9 +364,11 @@ def hyperparameter(
       above: exclusive lower bound.
       static: True if another value needs another program (a flag, a choice of formula).
       several: True if a single value may contain commas, at which a sweep must not split it.
+      needs: values of other hyper-parameters, by their names, without which this one has no effect; a run that sets it
+        all the same says so.
     """
     metadata = {"help": help, "symbol": symbol, "low": low, "high": high, "above": above, "static": static}
-    metadata["several"] = several
+    metadata |= {"several": several, "needs": needs}
     return struct.field(pytree_node=not static, default=default, metadata=metadata)
 
 

@@ -46,6 +46,7 @@ class Scaffold(Method):
         symbol="K_s",
         help="divisor in option II: tau_k, or FedNova's a_k, which counts momentum; auto: a_k, tau_k for post_step",
         static=True,
+        needs={"control": ("II",)},
     )
 
     def traits(self):
@@ -100,9 +101,9 @@ class Scaffold(Method):
         """Sum over the batch of the loss's gradients at w^t, as the parameters."""
 
         def total(params):
-            return batch.mask.sum() * self.loss({**context.start, "params": params}, batch, context)[0]
+            return batch.mask.sum() * self.loss({**context.received, "params": params}, batch, context)[0]
 
-        return jax.grad(total)(context.start["params"])
+        return jax.grad(total)(context.received["params"])
 
     def upload(self, variables, summary, context):
         """c_k^+ = c_k - c + (w^t - w_k) / (K_s eta), or the mean gradient at w^t; sent is c_k^+ - c_k + c."""

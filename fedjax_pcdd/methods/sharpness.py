@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Evaluated, Tree, hyperparameter
 from fedjax_pcdd.methods.wrappers import Addition, with_defaults
 
@@ -52,6 +53,15 @@ class SharpnessAware(Nearby):
     statistics: Literal["first", "both"] = hyperparameter(
         "first", help="running statistics: of the pass at w, or of that and then of the perturbed pass", static=True
     )
+
+    def configure(self, setting, hyper):
+        """As X; UserError if it trains on what others sent in this form."""
+        method, advice = super().configure(setting, hyper)
+        if method.traits().exchange != "never":
+            raise UserError(
+                "a perturbation needs a method that trains on local data alone in this form: drop the suffix."
+            )
+        return method, advice
 
     def point(self, params: Tree, gradients: Tree, context: Context) -> Tree:
         """Parameters at which the second gradient is taken."""

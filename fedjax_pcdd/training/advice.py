@@ -1,5 +1,6 @@
 """What a user should know before a run begins: options that have no effect with the others, the method or the model."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.data.partition import asked_for
 from fedjax_pcdd.methods import Traits
+from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import Classifier, features_type
 from fedjax_pcdd.training.config import RunConfig, rounds_of
 
@@ -23,12 +25,26 @@ def unused(config: RunConfig, traits: Traits) -> list[str]:
     readers = _readers(config, traits)
     changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
     return _too_late(config) + [
-        f"`{name}={value if isinstance(value, str) else f'{value:g}'}` has no effect "
-        + (f"with `{other}={used}`." if used else f"without `{other}`.")
+        _no_effect(name, value, other, used)
         for name, value in changed.items()
         for other, effective in [readers[name]]
         if (used := getattr(config, other)) not in effective and not (other == "partition" and config.task)
     ]
+
+
+def idle(method: Method) -> list[str]:
+    """A sentence for each hyper-parameter without effect, because another one has no value that it `needs`."""
+    return [
+        _no_effect(field.name, value, other, used)
+        for field in dataclasses.fields(method)
+        for other, effective in (field.metadata.get("needs") or {}).items()
+        if (value := getattr(method, field.name)) != field.default and (used := getattr(method, other)) not in effective
+    ]
+
+
+def _no_effect(name: str, value: Any, other: str, used: Any) -> str:
+    shown = value if isinstance(value, str | None) else f"{value:g}"
+    return f"`{name}={shown}` has no effect " + (f"with `{other}={used}`." if used else f"without `{other}`.")
 
 
 def too_few(config: RunConfig, federation: Federation) -> list[str]:

@@ -255,7 +255,7 @@ class Setup:
         (config, method), federation = self.pairs[e], self.federations[e]
         first = parts_of(self.simulation)[0].simulation
         model, shape = first.program.model, first.image_shape
-        sentences = advice.unused(config, method.traits())
+        sentences = advice.unused(config, method.traits()) + advice.idle(method)
         sentences += advice.about_neck(config.neck, model) + advice.about_norms(config.bn, model, shape)
         sentences += advice.about_precision(config.precision, model, shape)
         sentences += misspelt(method, Method) + not_called(method)

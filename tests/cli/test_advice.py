@@ -159,6 +159,15 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
         ({"method": "fedgela", "neck": 1}, "--neck=1 has no effect: the method chooses the neck."),
         ({"method": "moon", "neck": 1, "projection": 8}, "--neck=1 has no effect: the method chooses the neck."),
         ({"method": "feddf", "public_samples": 64, "teacher_mode": "train"}, "--teacher-mode=train has no effect with"),
+        (
+            {"method": "feddf", "public_samples": 64, "average": "trained"},
+            "--average has no effect with --form=server.",
+        ),
+        ({"method": "fccl", "public_samples": 64, "collaborate": False, "eps": 0.1}, "without --collaborate."),
+        ({"method": "apfl", "alpha_lr": 0.1}, "--alpha-lr=0.1 has no effect with --adapt=never."),
+        ({"method": "fedmr", "terms": "intra", "lite": 2}, "--lite=2 has no effect with --terms=intra."),
+        ({"method": "fedmr", "prototypes": "onehot", "submitters": 0.5}, "no effect with --prototypes=onehot."),
+        ({"method": "fedgela", "classifier": "learned", "ew": 9.0}, "--ew=9 has no effect with --classifier=learned."),
         ({"focal_gamma": 3.0}, "--focal-gamma=3 has no effect with --loss=ce."),
         ({"lr_decay": 0.5}, "--lr-decay=0.5 has no effect without --lr-steps."),
         ({"data": "device", "data_memory": 100}, "--data-memory=100 has no effect with --data=device."),
@@ -188,7 +197,8 @@ def test_an_option_that_another_option_disables_is_said_to_have_no_effect(tmp_pa
         {"track": "angles", "track_every": 2, "track_local": False},
         {"method": "moon", "neck": 1, "momentum": 0.9, "optimizer_state": "kept", "fine_tune_epochs": 5},
         {"optimizer": "adam", "optimizer_state": "kept"},
-        {"method": "fedgela", "neck": 1, "layers": 1},
+        {"method": "fedgela", "neck": 1, "layers": 1, "ew": 9.0},
+        {"method": "fedmr", "lite": 2, "mu1": 0.1, "submitters": 0.5},
     ],
 )
 def test_an_option_that_is_used_is_not_said_to_have_no_effect(tmp_path, capsys, options):

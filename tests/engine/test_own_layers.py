@@ -325,6 +325,14 @@ def test_control_variates_of_own_layers_are_zero(control):
     assert all(not np.any(controls[path]) for path in simulation.program.setting.own_layers)
 
 
+def test_scaffolds_gradient_at_the_received_model_sees_the_own_layers_as_received():
+    controls = []
+    for lr in (0.05, 0.2):
+        simulation = simulated(method=METHODS["scaffold"](control="I"), cohort=5, lrs=(lr,))
+        controls.append(simulation.step(simulation.start(), 0)[0].clients)
+    assert_close(*controls)  # however far training went from there
+
+
 @pytest.mark.thorough
 def test_the_dual_of_a_perturbation_is_zero_for_own_layers():
     simulation = simulated("fedsmoo", cohort=5)

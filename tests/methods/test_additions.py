@@ -277,11 +277,19 @@ def test_an_unsuitable_addition_is_refused_with_its_reason(name, reason):
         methods.get(name)
 
 
-def test_lesam_is_refused_by_a_form_that_averages_no_models():
-    lesam = methods.get("feddf+lesam")
-    assert lesam().configure(setting(3), hyper())[0].form == "server"
-    with pytest.raises(UserError, match="FedLESAM needs a method that averages models in this form: drop the suffix"):
-        lesam(form="participants").configure(setting(3), hyper())
+@pytest.mark.parametrize(
+    ("suffix", "needs"),
+    [
+        ("lesam", "FedLESAM needs a method that averages models"),
+        ("decorr", "FedDecorr needs a method that averages models"),
+        ("sam", "a perturbation needs a method that trains on local data alone"),
+    ],
+)
+def test_an_addition_is_refused_by_a_form_that_it_does_not_fit(suffix, needs):
+    cls = methods.get(f"feddf+{suffix}")
+    assert cls().configure(setting(3), hyper())[0].form == "server"
+    with pytest.raises(UserError, match=f"{needs} in this form: drop the suffix"):
+        cls(form="participants").configure(setting(3), hyper())
 
 
 @pytest.mark.thorough

@@ -87,6 +87,10 @@ WRONGLY_DECLARED = {
         "Mine.__post_init__ depends on a field that is traced: declare it by fp.hyperparameter(..., static=True), or "
         "give it bounds there.",
     ),
+    "an unknown need": (
+        {"n": hyperparameter(2, help="n", needs={"adpat": (1,)})},
+        "Mine.n needs 'adpat', which is none of its fields.",
+    ),
     "a traced path": ({"path": hyperparameter(Path(), help="")}, "Mine.path is a PosixPath, which cannot be traced"),
     "a traced text": ({"kind": hyperparameter("a", help="kind")}, "Mine.kind is a text, which cannot be traced"),
 }

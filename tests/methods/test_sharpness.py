@@ -9,6 +9,7 @@ from golden_vectors import cases
 from hooks import aggregate, context, facts, hyper, params, setting, start
 from trajectories import train
 
+from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedcm import FedCM
@@ -16,7 +17,7 @@ from fedjax_pcdd.methods.fedgf import FedGF
 from fedjax_pcdd.methods.fedlesam import Client, FedLESAM
 from fedjax_pcdd.methods.fedsam import FedSAM
 from fedjax_pcdd.methods.fedsmoo import FedSMOO
-from fedjax_pcdd.methods.method import Evaluated, Message, ServerContext, Step
+from fedjax_pcdd.methods.method import Evaluated, Step
 from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.sharpness import ascent, of_length
 
@@ -55,8 +56,12 @@ def flat(problem, tree, row):
 def golden_values(problem, state, clients):
     """The values of a state that a golden file has beside the server's model, by their suffixes."""
     server, client_states = state.servers, state.clients
-    trees = {"delta": "direction", "perturbed": "perturbed", "s": "state"}
+    trees = {"delta": "direction", "s": "state"}
     result = {k: flat(problem, getattr(server, v), 0) for k, v in trees.items() if getattr(server, v, ()) != ()}
+    if hasattr(server, "previous"):
+        method = FedGF(global_rho=problem.g["par_global_rho"].item())
+        far = jax.vmap(lambda *models: method.far_point(*models, setting(1)))
+        result["perturbed"] = flat(problem, far(server.variables["params"], server.previous), 0)
     numbers = {"c": "share", "divergence": "divergence"}
     result |= {k: getattr(server, v)[0] for k, v in numbers.items() if hasattr(server, v)}
     dual = {"mu": "state", "h": "drift"} if hasattr(client_states, "drift") else {}
@@ -245,11 +250,9 @@ def test_fedlesam_perturbs_nothing_if_the_model_did_not_change(options):
 def test_fedgf_without_perturbations_still_interpolates_between_the_models():
     method = FedGF(rho=0.0, global_rho=0.0)
     client_context = first_context(method, [1.0])
-    client_context = client_context._replace(
-        server=client_context.server._replace(share=jnp.asarray(0.25), perturbed={"w": jnp.full(1, 5.0)})
-    )
-    _, points = one_step(method, client_context, lambda x: x, client_context.start)
-    np.testing.assert_allclose(points, [[1.0], [2.0]], rtol=1e-6)
+    client_context = client_context._replace(server=client_context.server._replace(share=jnp.asarray(0.25)))
+    _, points = one_step(method, client_context, lambda x: x, params(jnp.full(1, 5.0)))
+    np.testing.assert_allclose(points, [[5.0], [4.0]], rtol=1e-6)
 
 
 def test_fedlesam_needs_one_gradient_per_step():
@@ -265,27 +268,37 @@ def test_fedgf_counts_rounds_strictly_above_the_threshold(threshold, share):
     server, _ = after_one_round(FedGF(threshold=threshold, rho=0.1), [[1.0], [3.0]], (1, 9))
     assert float(server.divergence) == 2  # not weighted
     assert float(server.share) == share
-    np.testing.assert_allclose(server.perturbed["w"], 2.8 - 0.1, **EXACT)
+    far = FedGF(rho=0.1).far_point(server.variables["params"], server.previous, setting(2))
+    np.testing.assert_allclose(far["w"], 2.8 - 0.1, **EXACT)
 
 
 def test_layers_that_stay_with_their_clients_do_not_shorten_fedgfs_global_perturbation():
-    variables = [{"params": {"w": jnp.array([w]), "scale": jnp.array([s])}} for w, s in ((0.0, 1.0), (0.25, 3.0))]
-    method, keeping = FedGF(rho=0.1), setting(2)._replace(own_layers=(("scale",),))
-    server = start(method, [0.0], (1, 1))[0]._replace(variables=variables[0])
-    cohort = ServerContext(None, keeping, hyper(), 0, np.arange(2), 2, jax.random.key(0))
-    after = method.aggregate(server, Message(mean=variables[1], total=jnp.ones(())), np.ones(2), cohort)
-    np.testing.assert_allclose(after.perturbed["w"], 0.25 - 0.1, rtol=1e-6)
+    models = [{"w": jnp.array([w]), "scale": jnp.array([s])} for w, s in ((0.25, 3.0), (0.0, 1.0))]
+    far = FedGF(rho=0.1).far_point(*models, setting(2)._replace(own_layers=(("scale",),)))
+    np.testing.assert_allclose(far["w"], 0.25 - 0.1, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("x64")
 def test_fedgf_at_c_one_takes_its_gradient_at_the_perturbed_global_model():
-    method = FedGF()
+    method = FedGF(rho=0.1)
     client_context = first_context(method, [1.0])
     client_context = client_context._replace(
-        server=client_context.server._replace(share=jnp.ones(()), perturbed={"w": jnp.full(1, 7.0)})
+        server=client_context.server._replace(share=jnp.ones(()), previous={"w": jnp.full(1, 7.0)})
     )
     _, points = one_step(method, client_context, lambda x: x, client_context.start)
-    np.testing.assert_allclose(points, [[1.0], [7.0]], **EXACT)
+    np.testing.assert_allclose(points, [[1.0], [1.1]], **EXACT)
+
+
+@pytest.mark.parametrize("name", ["fedgf", "fedgf+avgm", "fedgf+adam"])
+def test_fedgf_looks_from_the_model_that_is_sent_also_after_a_step_of_the_server(name):
+    method = methods.get(name)(rho=0.05)
+    server, clients = start(method, np.zeros(1), (1,))
+    for _ in range(3):
+        message = method.upload(params(w(server.variables) + 1.0), (), context(method, server, clients[0]))[1]
+        server = aggregate(method, server, [message], (1.0,), clients=1)
+        client_context = context(method, server._replace(share=jnp.ones(())), clients[0])._replace(step=0)
+        _, points = one_step(method, client_context, lambda x: x, client_context.start)
+        np.testing.assert_allclose(points[1] - points[0], [-0.05], rtol=1e-4)
 
 
 @pytest.mark.usefixtures("x64")
@@ -371,10 +384,17 @@ def test_the_common_perturbation_of_fedsmoo_has_the_length_rho():
         (FedSMOO(rho=0.0), "FedDyn at twice the cost"),
         (FedGF(threshold=-1.0), "`threshold` below 0"),
         (FedGF(rho=0.0), "perturbs nothing"),
+        (FedSMOO(server_step="none", eval="all_mean"), "`eval=all_mean` does nothing"),
+        (methods.get("fedsmoo+avgm")(eval="selected_mean"), "GA is that of the server's model"),
     ],
 )
 def test_pointless_settings_are_advised_against(method, sentence):
     assert any(sentence in advice for advice in method.configure(setting(2), hyper())[1])
+
+
+@pytest.mark.parametrize("method", [FedSMOO(), FedSMOO(server_step="none"), methods.get("fedsmoo+avgm")()])
+def test_the_default_eval_of_fedsmoo_is_never_called_idle(method):
+    assert not any("eval" in advice for advice in method.configure(setting(2), hyper())[1])
 
 
 STEPS = {"step_normaliser": "steps"}
@@ -394,9 +414,9 @@ def test_momentum_that_harms_a_method_is_advised_against(name, options, remedy):
     assert method.configure(setting(2), hyper(momentum=0.0))[1] == []
 
 
-@pytest.mark.parametrize("name", ["fedcm", "mofedsam", "fedsam"])
-def test_defaults_give_no_advice_with_momentum(name):
-    assert METHODS[name]().configure(setting(2), hyper(momentum=0.9))[1] == []
+@pytest.mark.parametrize("method", [FedCM(), MoFedSAM(), FedSAM(), FedGF(threshold=float("inf"))])
+def test_no_advice_where_momentum_does_no_harm(method):
+    assert method.configure(setting(2), hyper(momentum=0.9))[1] == []
 
 
 @pytest.mark.usefixtures("x64")
