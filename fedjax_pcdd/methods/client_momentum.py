@@ -14,7 +14,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Context, Derived, Message, Method, Tree, hyperparameter
 from fedjax_pcdd.methods.own_layers import shared_part
 from fedjax_pcdd.methods.steps import effective_steps, kept_advice, momentum_advice, optimiser_advice
 from fedjax_pcdd.trees import zeros_like
@@ -82,7 +82,8 @@ class ClientMomentum(Method):
         length = jnp.asarray(steps * hyper.lr, jnp.result_type(float))
         direction = ()
         if self.direction == "per_client":
-            direction = optax.tree.scale(1 / length, optax.tree.sub(context.start["params"], variables["params"]))
+            moved = optax.tree.sub(context.start["params"], variables["params"])
+            direction = Derived(optax.tree.scale(1 / length, moved))
         return context.client, Message(mean=Sent(variables, length, direction))
 
     def aggregate(self, server, message, weights, context):
@@ -91,6 +92,6 @@ class ClientMomentum(Method):
         old_share = 1 - self.eta_g
         old, new = server.variables["params"], mean["params"]
         if self.direction == "mean_steps":
-            direction = optax.tree.scale(1 / length, optax.tree.sub(old, new))
+            direction = Derived(optax.tree.scale(1 / length, optax.tree.sub(old, new)))
         params = jax.tree.map(lambda w, m: m + old_share * (w - m), old, new)
-        return server._replace(variables={**mean, "params": params}, direction=direction)
+        return server._replace(variables={**mean, "params": params}, direction=direction.value)

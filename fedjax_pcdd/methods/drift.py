@@ -56,7 +56,8 @@ class Drifting(Method):
     eval: Literal["selected_mean", "all_mean", "cloud"] = hyperparameter(
         "selected_mean",
         help="model that GA is read from, the others being recorded beside it: mean of the cohort's models, mean of "
-        "every client's latest one (the original plots; clients keep it, so only then there is one), or the server's",
+        "every client's latest one (the original plots; clients keep and send it, so only then it is there), or the "
+        "server's",
         static=True,
     )
 

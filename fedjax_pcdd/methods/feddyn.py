@@ -17,7 +17,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting, size_factor
-from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.method import Derived, Traits, hyperparameter
 from fedjax_pcdd.trees import squared_distance
 
 
@@ -68,7 +68,7 @@ class FedDyn(Drifting):
         if self.weighted_statistics:
             samples = context.facts.num_samples
             statistics = {k: v for k, v in variables.items() if k != "params"}
-            state = optax.tree.scale(samples, statistics), samples
+            state = Derived((optax.tree.scale(samples, statistics), samples))
             message = message._replace(total=message.total._replace(state=state))
         return client, message
 
@@ -76,7 +76,7 @@ class FedDyn(Drifting):
         """w = mean(w_k) - h / alpha."""
         server = super().aggregate(server, message, weights, context)
         if self.weighted_statistics:
-            total, samples = message.total.state
+            total, samples = message.total.state.value
             statistics = jax.tree.map(lambda x: x / jnp.maximum(samples, 1), total)
             server = server._replace(variables=server.variables | statistics)
         return server

@@ -67,6 +67,11 @@ def test_logits_that_the_server_computes_from_models_are_not_sent():
     assert counted_traffic("feddf+prototypes").up == P + C * D + C
 
 
+def test_what_the_server_computes_from_models_is_not_sent():
+    assert counted_traffic("fedcm", direction="per_client").up == counted_traffic("fedcm").up == P + 1
+    assert counted_traffic("feddyn", weighted_statistics=True).up == counted_traffic("feddyn").up == P
+
+
 @pytest.mark.thorough
 def test_a_hyper_parameter_changes_the_count():
     assert counted_traffic("fedgela", layers=2).model > counted_traffic("fedgela", layers=0).model
