@@ -131,6 +131,15 @@ def test_the_target_is_fedavgs_in_the_round_that_was_chosen(tmp_path):
     assert reached(run, [reference], BEST) == (2, 1.5)
 
 
+def test_the_rounds_of_a_fedavg_that_ended_early_are_those_that_it_ran(tmp_path):
+    write_run(tmp_path / "a", ga=0.6, rounds=6)
+    write_run(tmp_path / "b", ga=0.6, rounds=6, method="moon")
+    summarise(tmp_path / "a", rounds=3)
+    reference, run = collect([tmp_path])
+    assert reached(reference, [reference], BEST) == (3, 1.0)
+    assert reached(run, [reference], BEST) == (3, 1.0)
+
+
 @pytest.mark.parametrize("damage", [{"inputs": 3}, {"inputs": {"objects": 3}}, {"inputs": [1]}])
 def test_a_damaged_record_of_inputs_is_named(tmp_path, damage):
     write_run(tmp_path / "a", origin=damage)
