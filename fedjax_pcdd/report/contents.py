@@ -189,7 +189,9 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
     if metric.startswith("pa_") and not alike_in_pa({pa_kind(run) for run in finished}):
         remark, direction = f"{remark} PA is of different quantities: nothing is marked.".strip(), 0
-    headings = tuple(Column(f"{columns}={_written(x)}" if columns else str(x), metric, best=direction) for x in heads)
+    names = [f"{columns}={_written(x)}" if columns else str(x) for x in heads]
+    digits = 3 if metric == SECONDS else 2  # as in a group's own table
+    headings = tuple(Column(name, metric, digits, direction) for name in names)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))

@@ -771,6 +771,12 @@ def test_a_pivot_of_rounds_is_not_in_percent(tmp_path):
     assert (table.title, table.rows[0].cells[0].mean) == ("ga_best_round by method", 3.0)
 
 
+def test_a_pivot_of_seconds_has_the_digits_of_a_groups_own_table(tmp_path):
+    write_run(tmp_path / "a")
+    table = pivot(collect([tmp_path]), "method", None, "seconds_per_round")
+    assert shown(table.rows[0].cells[0], table.columns[0]) == "0.500"
+
+
 def test_headings_say_that_pa_is_after_fine_tuning(tmp_path, experiments):
     folder = write_run(tmp_path / "a")
     summary = json.loads((folder / "summary.json").read_text())
