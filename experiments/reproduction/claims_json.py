@@ -25,10 +25,11 @@ def as_json(
       departures: the claims under other settings.
       needs: what only a GPU can decide in the papers' settings.
     """
-    turned: dict[tuple[str, str, str], list[Departure]] = {}
+    turned: dict[tuple[str, str, str, str], list[Departure]] = {}
     for departure in departures:
         if departure.turns:
-            turned.setdefault((departure.claim.text, departure.split, departure.base), []).append(departure)
+            key = departure.claim.text, departure.split, departure.base_scale, departure.base
+            turned.setdefault(key, []).append(departure)
     by_gpu = {(need.claim.text, need.split): need for need in needs}
     most: dict[tuple[str, str, str], int] = {}
     for finding in findings:
@@ -37,9 +38,9 @@ def as_json(
     rows = []
     for finding in findings:
         needs_gpu = (finding.claim.table, finding.split) not in planned and finding.best is None
+        usual = finding.claim.text, finding.split, finding.scale, finding.tag
         turning = [f"{departure.scale} {departure.tag}: {departure.settings}".strip()
-                  for departure in turned.get((finding.claim.text, finding.split, finding.tag), [])
-                  if (departure.scale, departure.tag) != (finding.scale, finding.tag)]  # fmt: skip
+                  for departure in turned.get(usual, [])]  # fmt: skip
         gpu = _on_gpu(by_gpu.get((finding.claim.text, finding.split)))
         seeds = most[finding.claim.text, finding.split, finding.tag]
         rows.append(_row(finding, seeds) | {"needs_gpu": needs_gpu, "turns_with": turning} | gpu)

@@ -35,7 +35,7 @@ class Departure(NamedTuple):
       kind: one of `KINDS`.
       scale, tag: scale and tag of the column that departs.
       settings: the options in which it departs, as `local_epochs=10`.
-      base: tag of the column that it departs from.
+      base_scale, base: scale and tag of the column that it departs from.
       usual, other: the differences of the best round, in the metric of the table, over the same seeds.
     """
 
@@ -45,6 +45,7 @@ class Departure(NamedTuple):
     scale: str
     tag: str
     settings: str
+    base_scale: str
     base: str
     usual: Difference
     other: Difference
@@ -118,7 +119,9 @@ def _departure(claim: Claim, column: Column, usual: Column | None) -> Departure 
         return None
     kind = next(name for name, options in KINDS.items() if not options or options & settings.keys())
     departing = in_words(settings)
-    return Departure(claim, column.split, kind, column.scale, column.tag, departing, usual.tag, base, other)
+    return Departure(
+        claim, column.split, kind, column.scale, column.tag, departing, usual.scale, usual.tag, base, other
+    )
 
 
 def _difference(

@@ -157,7 +157,7 @@ def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
         "hyperparameters": record.resolved.get("hyperparameters", {}),
         **{name: _rounded(summary[name]) for name in KEPT if summary.get(name) is not None},
         "metrics": {name: _rounded(value) for name, value in numbers.items() if value is not None},
-        "ga": [_rounded(row["ga"]) for row in record.rows if row.get("ga") is not None],
+        "ga": [_rounded(row.get("ga")) for row in record.rows],
         "seconds": round(seconds, 1),
         "machine": machine(),
         "decisive": decisive(record.config),

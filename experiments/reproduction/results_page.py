@@ -48,7 +48,9 @@ READING = """## How to read it
 - **Accuracies** are in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on
   the test data as in the papers, which flatters every number; the mean of the last ten rounds is not chosen. PA of a
   method without a personal model is that of the fine-tuned global model (at `mid` and `long`, where nothing is
-  fine-tuned, that of the local models), its mean of the last ten always that of the local models.
+  fine-tuned, that of the local models), its mean of the last ten always that of the local models. GA best of a method
+  without a global model (FedRep, FedProto, SOLO) is a mean over the clients' own models, each in its best round
+  of PA, as in the papers.
 - **Verdicts.** ± beside a mean is the standard deviation over seeds, beside a difference the standard error.
   Differences are paired by seed. A claim *held* or *did not hold* if a paired t-test says so at the level 0.05, with
   p-values adjusted by Holm for all claims of this page (in the tables: for their methods). Otherwise it is *not

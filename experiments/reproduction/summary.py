@@ -130,7 +130,9 @@ def _fedmr_hinges(facts: Facts) -> str:
     departures = [departure for departure in facts.departures if _rows(departure) == FEDMR]
     above = sum(departure.other.mean > 0 for departure in departures)
     by_seeds = sorted(departures, key=lambda departure: len(departure.usual.seeds))
-    usual = {(departure.split, departure.base): departure.usual for departure in by_seeds}  # of most seeds
+    usual = {  # of most seeds
+        (departure.split, departure.base_scale, departure.base): departure.usual for departure in by_seeds
+    }
     usual_above = sum(delta.mean > 0 for delta in usual.values())
     multi_seed = sorted(
         (departure for departure in departures if len(departure.other.seeds) > 1),

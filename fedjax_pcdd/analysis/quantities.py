@@ -99,6 +99,8 @@ def _client_variances(client_features: Tree) -> Numbers:
 
 def _spectrum(test_features: Tree, counts: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
     batches = np.asarray(test_features)
+    if batches.shape[1] < 2:  # a single test sample correlates with nothing
+        return {}
     pooled, labels = batches.reshape(-1, batches.shape[-1]), labels.ravel()
     eigenvalues, variance = mean_spectrum(batches)
     return {

@@ -134,20 +134,23 @@ def _chosen(option: str, text: str | None, available: Sequence[str]) -> list[str
 def _ranking(
     page: Path, network: str, names: list[str], splits: list[str], scores: np.ndarray, lacking: list[str]
 ) -> list[str]:
-    """A network's ranks as Markdown, with a picture beside the page; no ranks of fewer than two methods or no split."""
+    """A network's ranks as Markdown, with a picture beside the page; no ranks of fewer than two methods or no seed."""
     left_out = f"Without a rank in {network}, as not all splits and seeds have a result: {', '.join(lacking)}."
-    if len(names) < 2 or not splits:
+    if len(names) < 2 or not scores.size:  # no split, or all trials of all methods failed
         return [f"{left_out}\n"] * bool(lacking)
     baseline = names.index(BASELINE) if BASELINE in names else None
     ranked = ranks(scores, baseline=baseline)
     picture = page.parent / "images" / f"{page.stem}_{network.replace('/', '_')}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_ranks(names, ranked, picture)
+    tests = (
+        f" P-values are of the differences from {BASELINE}, no less than a sign test's, alone and adjusted by Holm for "
+        "all methods here."
+    )
     remarks = (
         f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % intervals, by drawing splits and seeds "
-        f"again. P-values are of the differences from {BASELINE}, no less than a sign test's, alone and adjusted by "
-        f"Holm for all methods here. {standings.LOCAL}: without a global model, so that GA is the mean of the clients' "
-        "models."
+        f"again.{tests * (baseline is not None)} {standings.LOCAL}: without a global model, so that GA is the mean of "
+        "the clients' models."
     )
     if len(splits) > 1:
         remarks += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."

@@ -159,8 +159,11 @@ def _chosen_by(*members: Entry) -> str:
 
 
 def _in_words(kinds: set[tuple[str, int | None, str]]) -> str:
-    details = {kind: ", ".join([f"{kind[1]} epochs"] * bool(kind[1]) + [kind[2]] * bool(kind[2])) for kind in kinds}
-    texts = (kind[0].removeprefix("PA ") + (f" ({more})" if more else "") for kind, more in details.items())
+    details = {
+        (name, ", ".join([f"{epochs} epoch{'s' * (epochs != 1)}"] * bool(epochs) + [protocol] * bool(protocol)))
+        for name, epochs, protocol in kinds
+    }
+    texts = (name.removeprefix("PA ") + (f" ({more})" if more else "") for name, more in details)
     return " or ".join(sorted(texts))
 
 

@@ -43,6 +43,10 @@ SPREAD = {"pa_std": "PA std over clients", "pa_worst10": "PA of the worst tenth"
 SECONDS = "seconds_per_round"
 HELD_OUT = "Best round, chosen by validation samples that are kept out of training."
 MISSED = "/: not reached, by at least one seed."
+OWN_MODELS = (
+    "GA best of methods without a global model is a mean over the clients' own models, each in its best round of PA: "
+    "beside others nothing is marked."
+)
 
 Runs = Sequence[RunRecord]
 Key = tuple[str, str]  # split and metric of a printed number
@@ -68,14 +72,17 @@ def own_table(group: Group) -> Table:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
     rows = {}
     for names, runs in experiments:
-        origins = [_origin(run) for run in runs]
-        rows[names] = [over_seeds([_value(r.result, column) for r in runs], origins, 100.0) for column in accuracies]
-        rows[names].append(over_seeds([run.result.get(SECONDS) for run in runs], origins))
+        rows[names] = [
+            over_seeds([_value(r.result, x) for r in runs], [_origin(r, _entry(r.result, x)) for r in runs], 100.0)
+            for x in accuracies
+        ]
+        rows[names].append(over_seeds([run.result.get(SECONDS) for run in runs], map(_origin, runs)))
         if targets:
             rows[names] += target_cells(names, runs, experiments, rule)
     chosen = _differing(group, selection, "Best rounds are chosen by", CHOSEN_BY)
     notes = [_differing(group, lambda result: result.get("pa_protocol"), "PA:"), chosen]
-    notes += [*[rule.sentence, MISSED] * targets, *unlike(run for entry in group.entries for run in entry.runs)]
+    all_runs = [run for entry in group.entries for run in entry.runs]
+    notes += [_whose(all_runs), *[rule.sentence, MISSED] * targets, *unlike(all_runs)]
     return _table(group.title, columns, rows, " ".join(filter(None, notes)))
 
 
@@ -96,13 +103,29 @@ def _accuracies(summaries: Sequence[Mapping[str, Any]]) -> list[Accuracy]:
 
 def _value(summary: Mapping[str, Any], column: Accuracy) -> float | None:
     """An accuracy in a summary; None if PA was not measured at the moment that the heading names."""
+    return summary.get(_entry(summary, column))
+
+
+def _entry(summary: Mapping[str, Any], column: Accuracy) -> str:
+    """The entry of a summary that a column shows, "" if PA was not measured at the moment that the heading names."""
     prefix = pa_entries(summary).get(column.moment) if column.moment else "ga"
-    return summary.get(prefix + column.entry[2:]) if prefix else None
+    return prefix + column.entry[2:] if prefix else ""
 
 
-def _origin(run: RunRecord) -> tuple[int, int, tuple[str, Any]]:
-    """What makes the number of a run comparable with that of another: its length, seed and choice of the best round."""
-    return run.rounds_done, run.seed, (selection(run.result), run.config.get("eval_every", 1))
+def _origin(run: RunRecord, entry: str = "") -> tuple[int, int, tuple[Any, ...]]:
+    """What makes the number of a run comparable with that of another.
+
+    That is its length, its seed, the choice of the best round and, for an entry of summary.json, whose GA is the best
+    or by which protocol PA was measured.
+    """
+    own_models = entry == "ga_best" and "ga_best_mean" in run.result
+    protocol = pa_kind(run)[2] if entry.startswith("pa_") and entry in ACCURACIES | SPREAD else ""
+    return run.rounds_done, run.seed, (selection(run.result), run.config.get("eval_every", 1), own_models, protocol)
+
+
+def _whose(runs: Runs) -> str:
+    """A remark if GA best is of the global model in some runs and of the clients' own in others, else ""."""
+    return OWN_MODELS if len({"ga_best_mean" in run.result for run in runs}) > 1 else ""
 
 
 def _column(metric: str, heading: str) -> Column:
@@ -157,6 +180,8 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
         cells = [_mean_of(members.get((value, head), ()), metric, varied, 100.0 if is_share else 1.0) for head in heads]
         lines.append(Row(_written(value), tuple(cells), (_written(value), "", "")))
     remark = f"Runs also differ in {', '.join(varied)}; among cells of unlike ones nothing is marked." if varied else ""
+    if metric == "ga_best":
+        remark = f"{remark} {_whose(finished)}".strip()
     if metric.endswith("_best"):
         remark = f"{remark} Best rounds are chosen by {chosen_by(run.result for run in finished)}.".strip()
     if rows != "seed":
@@ -164,7 +189,9 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
     if metric.startswith("pa_") and not alike_in_pa({pa_kind(run) for run in finished}):
         remark, direction = f"{remark} PA is of different quantities: nothing is marked.".strip(), 0
-    headings = tuple(Column(f"{columns}={_written(x)}" if columns else str(x), metric, best=direction) for x in heads)
+    names = [f"{columns}={_written(x)}" if columns else str(x) for x in heads]
+    digits = 3 if metric == SECONDS else 2  # as in a group's own table
+    headings = tuple(Column(name, metric, digits, direction) for name in names)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))
@@ -187,7 +214,7 @@ def _mean_of(runs: Runs, metric: str, varied: Sequence[str], factor: float) -> C
     by_seed = listed_by((run.seed, run) for run in measured_runs)
     means = [sum(run.result[metric] for run in members) / len(members) for members in by_seed.values()]
     origins = [
-        (None, seed, frozenset((_origin(run), str([run.settings.get(name) for name in varied])) for run in members))
+        (None, seed, frozenset((_origin(run, metric), str([run.settings.get(x) for x in varied])) for run in members))
         for seed, members in by_seed.items()
     ]
     return over_seeds(means, origins, factor)
@@ -271,7 +298,9 @@ def _paper_table(
     heads = [_column(name, f"{split} {headings[name]}".strip()) for split, name in columns]
     note = metric.note
     if note == FLATTERED:
-        note = _selection([run.result for members in runs.values() for run in members])
+        all_runs = [run for members in runs.values() for run in members]
+        whose = _whose(all_runs) if metric.entry == "ga_best" else ""
+        note = f"{_selection([run.result for run in all_runs])} {whose}".strip()
     elif metric.title == title(TARGET_METRICS[0]):
         note = f"{rule.sentence} {MISSED}"
     return _table(f"{preset}: {metric.title}", heads, rows, note)
@@ -298,7 +327,9 @@ def _ours(names: Names, key: Key, parts: Sequence[str], runs: Mapping, rule: Rul
     joint = [[part[seed] for part in by_seed] for seed in by_seed[0] if all(seed in part for part in by_seed)]
     measurements = [[x for run in seed_runs if (x := measured(run, metric)) is not None] for seed_runs in joint]
     means = [sum(values) / len(parts) if len(values) == len(parts) else None for values in measurements]
-    return over_seeds(means, [tuple(zip(*map(_origin, seed_runs), strict=True)) for seed_runs in joint])
+    entry = METRICS[kind(metric)].entry
+    origins = [tuple(zip(*(_origin(run, entry) for run in seed_runs), strict=True)) for seed_runs in joint]
+    return over_seeds(means, origins)
 
 
 def _beside(ours: Cell, printed: Expected | None) -> Cell:

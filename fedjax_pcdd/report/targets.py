@@ -27,19 +27,18 @@ RULES = {"fedmr/table4": BEST, "fedrl/table2": LAST}
 
 
 def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tuple[int | None, float | None] | None:
-    """The first round that reaches the target, and how many times fewer that is than all rounds.
+    """The first round that reaches the target, and how many times fewer that is than all rounds of FedAvg.
 
     Args:
-      run: a finished run; FedAvg's own count all their rounds, by convention.
+      run: a finished run; FedAvg's own count all rounds that they ran, by convention.
       references: FedAvg's runs, of which `reference` gives the target.
       rule: of the paper.
 
     Returns:
       (None, None) if the target is never reached; None if no reference fits.
     """
-    rounds = run.config["rounds"]
     if run.method == REFERENCE:
-        return rounds, 1.0
+        return run.rounds_done, 1.0
     fedavg = reference(run, references)
     if fedavg is None or not np.isfinite(baseline := _accuracies(fedavg)).any():
         return None
@@ -47,7 +46,7 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
     best = np.nanmax(baseline) if chosen is None else baseline[chosen - 1]
     target = baseline[np.isfinite(baseline)][-1] if rule.last else best
     first = rounds_to(_accuracies(run), float(target), above=rule.above)
-    return first, speed_up(first, rounds)
+    return first, speed_up(first, fedavg.rounds_done)
 
 
 def reference(run: RunRecord, references: Sequence[RunRecord]) -> RunRecord | None:

@@ -143,7 +143,7 @@ class Tracker:
         for name in self.names:
             local = None if shown is None else self._local(name, shown)
             entries[name] = {"global": overall.get(name), "local": local or None}
-            if name in ("angles", "features"):
+            if name in ("angles", "features") and self.federation.dataset.num_classes > 1:
                 entries[name]["etf"] = etf_angle(self.federation.dataset.num_classes)
         return entries
 

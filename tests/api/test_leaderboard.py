@@ -156,8 +156,16 @@ def test_results_of_a_split_with_a_slash_in_its_name_are_read(tmp_path):
     assert len(leaderboard.read_results(tmp_path)) == 1
 
 
-def test_a_ranking_over_no_splits_is_left_out(tmp_path):
-    assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3)), []) == []
+@pytest.mark.parametrize("splits", [[], ["dir"]])
+def test_a_ranking_over_no_splits_or_no_seeds_is_left_out(tmp_path, splits):
+    no_scores = np.zeros((2, len(splits), 0 if splits else 3))
+    assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], splits, no_scores, []) == []
+
+
+@pytest.mark.parametrize("names", [["fedavg", "moon"], ["fedprox", "moon"]])
+def test_p_values_are_explained_only_where_fedavg_is_ranked(tmp_path, names):
+    text, _ = _ranking(tmp_path / "page.md", "mlp", names, ["dir"], np.array([[[0.5, 0.6]], [[0.4, 0.5]]]), [])
+    assert ("P-values" in text) == ("p, Holm" in text) == ("fedavg" in names)
 
 
 @pytest.mark.thorough

@@ -118,6 +118,17 @@ def test_a_departure_that_turns_a_claim_is_listed_at_its_usual_column():
     assert {row["tag"]: row["turns_with"] for row in rows} == {"": [], "mnist": ["cpu mnist-form: form=x"]}
 
 
+def test_a_departure_that_turns_a_claim_is_listed_at_the_scale_of_its_usual_column():
+    scales = {scale: [{**result, "scale": scale} for tag in ({}, {"tag": "form", "fedmr": {"form": "x"}})
+                      for result in fedmr_fedavg(upper - 30.0 * bool(tag), 40.0, model=scale, **tag)]
+              for scale, upper in (("cpu", 80.0), ("mid", 50.0))}  # fmt: skip
+    results = [result for scale_results in scales.values() for result in scale_results]
+    rows = as_json(findings([CLAIM], columns(results, PAPER), PAPER), set(), departures_among(results))
+    assert {row["scale"]: row["turns_with"] for row in rows if row["split"] == "A"} == {
+        "cpu": [], "mid": ["mid form: form=x"],
+    }  # fmt: skip
+
+
 def test_another_scale_is_compared_with_the_scale_of_a_cpu():
     mid_scale = [{**result, "scale": "mid"} for result in fedmr_fedavg(35.0, 40.0, model="resnet8", rounds="50")]
     (departure,) = departures_among([*fedmr_fedavg(50.0, 40.0, model="simple_cnn"), *mid_scale])
@@ -318,6 +329,23 @@ def test_other_settings_of_the_main_claim_are_counted_and_clear_ones_named():
         "in 1 and clearly below in 0."
         "\n    - A `form`, form=x: +5.10 [+4.85 to +5.35, 3 seeds]"
     )
+
+
+def test_usual_settings_of_two_scales_are_counted_separately():
+    claim = CLAIM._replace(table="fedmr/table1")
+    results = [
+        {**result, "scale": scale, "table": claim.table}
+        for scale, upper in (("cpu", 50.0), ("mid", 30.0))
+        for result in [
+            *fedmr_fedavg(upper, 40.0, model=scale),
+            *fedmr_fedavg(45.0, 40.0, tag="form", model=scale, fedmr={"form": "x"}),
+        ]
+    ]
+    known_departures = departures_among(results, claim)
+    assert {(one.scale, one.tag): (one.base_scale, one.base) for one in known_departures} == {
+        ("cpu", "form"): ("cpu", ""), ("mid", "form"): ("mid", ""), ("mid", ""): ("cpu", ""),
+    }  # fmt: skip
+    assert "against 1 of the 2 with usual settings" in sentences(Facts([], [], known_departures, []))[5]
 
 
 def test_a_difference_of_one_seed_is_stated_as_such():

@@ -1,5 +1,6 @@
-"""The committed tables of docs/leaderboard.md and docs/results.md are those of the committed results."""
+"""What docs/leaderboard.md and docs/results.md say is what the committed results say."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,19 @@ def test_the_tables_of_all_methods_are_those_of_their_results(tmp_path, monkeypa
     monkeypatch.setattr(all_methods, "PAGE", page)
     all_methods.write_page()
     assert page.read_text(encoding="utf-8") == (ROOT / "docs/results.md").read_text(encoding="utf-8")
+
+
+def test_fedrls_table_in_full_is_described_as_its_results_are():
+    text = " ".join((ROOT / "docs/results.md").read_text(encoding="utf-8").split())
+    fedavg, fedrl = (
+        json.loads((ROOT / f"results/fedrl/table1/full-fmnist-dir0.5-{name}-s0.json").read_text())
+        for name in ("fedavg", "fedrl")
+    )
+    assert f"FedAvg reaches {100 * fedavg['ga_best']:.2f} %, FedRL {100 * fedrl['ga_best']:.2f} % (one seed)" in text
+    first, second = (next(r for r, ga in enumerate(fedavg["ga"], 1) if ga >= paper) for paper in (0.7766, 0.8127))
+    assert f"77.66 in round {first} (81.27 in round {second})" in text
+    assert (fedrl["decisive"]["grad_clip"], fedrl["decisive"]["distance"]) == ("none", "batch_norm")
+    assert "no clipping, FedRL's distance over the batch" in text
 
 
 @pytest.mark.thorough

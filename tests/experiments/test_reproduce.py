@@ -196,12 +196,13 @@ def test_a_result_without_a_version_is_of_an_older_one():
     assert not results.is_current({})
 
 
-def test_seconds_of_a_cell_are_those_of_training_and_evaluation(folders, tmp_path):
+def test_a_result_has_the_seconds_of_training_and_evaluation_and_a_place_for_each_round(folders, tmp_path):
     folder, cell = write_run(tmp_path / "run"), cells_named(folders, "tiny-A-fedavg-s0")[0]
     rows = [{"round": r, "ga": None, "pa": None, "seconds": 2.0} for r in (1, 2, 3)]
     rows[2] |= {"ga": 0.5, "pa": 0.5, "eval_seconds": 0.5}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert results.finished(cell, read_record(folder), folders.expected)["seconds"] == 6.5
+    result = results.finished(cell, read_record(folder), folders.expected)
+    assert (result["seconds"], result["ga"]) == (6.5, [None, None, 0.5])
 
 
 def test_cells_with_different_seeds_share_no_run(folders):

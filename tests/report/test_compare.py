@@ -95,6 +95,13 @@ def test_a_pivot_marks_nothing_among_pa_after_other_numbers_of_local_epochs(tmp_
     assert ("PA is of different quantities" in table.remarks) == (rank == 0)
 
 
+def test_one_epoch_is_named_in_the_singular(tmp_path):
+    rewrite(write_run(tmp_path / "a", method="fedgela", local_epochs=1), pa_protocol="during training")
+    rewrite(write_run(tmp_path / "b", local_epochs=1), pa_protocol="global model fine-tuned for 10 epochs")
+    _, notes = compare(collect([tmp_path]))
+    assert any("in training (1 epoch) and after fine-tuning (10 epochs)" in note for note in notes)
+
+
 def test_pa_of_one_method_by_two_protocols_has_no_verdict(tmp_path):
     for seed in range(3):
         for name, protocol in (("a", "last"), ("b", "best_epoch")):

@@ -24,6 +24,7 @@ from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, comma_sep
 from fedjax_pcdd.report.targets import BEST, LAST, reached
 from fedjax_pcdd.training.config import dump
 from fedjax_pcdd.training.presets import PRESETS, read_preset
+from fedjax_pcdd.training.protocols import IN_WORDS
 
 
 @pytest.fixture
@@ -383,7 +384,7 @@ def test_papers_numbers_for_targets_that_were_not_reached_are_strokes():
 def write_run_with_rule(folder, split, method="fedavg", *, pa, last, rule="best_epoch"):
     """Write a made-up run of the preset whose PA is chosen by a rule, with PA after the last epoch beside it."""
     run = in_preset(folder, split, method, pa_protocol=rule)
-    protocol = f"rule {rule}"
+    protocol = "during training" + IN_WORDS[rule or "last"]
     summary = {
         "method": method,
         "rounds": 3,
@@ -419,7 +420,7 @@ def test_pa_chosen_on_tests_is_compared_and_pa_after_the_last_epoch_added(tmp_pa
                        for name, rule in (("fedavg", "best_mean"), ("fedprox", "best_epoch")))  # fmt: skip
     assert (fedavg["A"].mean, fedavg["A"].difference) == (pytest.approx(90.0), pytest.approx(9.0))
     assert (fedavg["A last"].mean, fedavg["A last"].beside) == (pytest.approx(80.0), None)
-    assert [fedprox[name].rank for name in ("A", "A last")] == [2, 1]
+    assert [fedprox[name].rank for name in ("A", "A last")] == [0, 1]  # only the latter is of one protocol
 
 
 @pytest.mark.parametrize("rule", ["last", "received", None])
@@ -431,12 +432,11 @@ def test_pa_that_is_not_chosen_on_tests_has_one_column(tmp_path, pa_table, rule)
 def test_remarks_state_the_rule_of_pa_and_which_methods_it_is_of(tmp_path, cells):
     write_run_with_rule(tmp_path / "runs/a", "A", pa=0.9, last=0.8, rule="best_mean")
     (run_group,) = group(collect([tmp_path / "runs"]), cells)
-    assert "PA: rule best_mean." in own_table(run_group).remarks
+    mean_rule, own_rule = (f"during training{IN_WORDS[rule]}" for rule in ("best_mean", "best_epoch"))
+    assert f"PA: {mean_rule}." in own_table(run_group).remarks
     write_run_with_rule(tmp_path / "runs/b", "A", "fedprox", pa=0.9, last=0.8)
     (both_methods,) = group(collect([tmp_path / "runs"]), cells)
-    assert re.search(
-        r"PA: rule best_mean \(fedavg.*\); rule best_epoch \(fedprox.*\)\.", own_table(both_methods).remarks
-    )
+    assert re.search(rf"PA: {mean_rule} \(fedavg.*\); {own_rule} \(fedprox.*\)\.", own_table(both_methods).remarks)
 
 
 def write_spectra(folder, *variances):
@@ -769,6 +769,12 @@ def test_a_pivot_of_rounds_is_not_in_percent(tmp_path):
     add_to_summary(write_run(tmp_path / "a"), ga_best_round=3)
     table = pivot(collect([tmp_path]), "method", None, "ga_best_round")
     assert (table.title, table.rows[0].cells[0].mean) == ("ga_best_round by method", 3.0)
+
+
+def test_a_pivot_of_seconds_has_the_digits_of_a_groups_own_table(tmp_path):
+    write_run(tmp_path / "a")
+    table = pivot(collect([tmp_path]), "method", None, "seconds_per_round")
+    assert shown(table.rows[0].cells[0], table.columns[0]) == "0.500"
 
 
 def test_headings_say_that_pa_is_after_fine_tuning(tmp_path, experiments):

@@ -221,6 +221,14 @@ def test_the_page_shows_commands_and_configurations_as_text(report):
     assert "The command was not recorded" in text
 
 
+def test_a_run_of_python_with_parts_of_its_own_is_given_no_command(tmp_path):
+    write_run(tmp_path / "run", origin={"given": ["federation"]})
+    assert report_main([str(tmp_path / "run"), f"--output={tmp_path / 'out'}"]) == 0
+    text = (tmp_path / "out/report.html").read_text()
+    assert "in Python, with its own federation" in text
+    assert "The command was not recorded" not in text
+
+
 def test_the_page_shows_accuracies_by_class_and_client(report):
     text = (report / "report.html").read_text()
     assert re.search(r"fedprox, seed 0</td><td [^>]*>60.0</td><td>–</td>", text)

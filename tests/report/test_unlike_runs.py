@@ -8,9 +8,11 @@ from made_up_runs import in_preset, write_experiments, write_run
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect, short
 from fedjax_pcdd.report.compare import compare
-from fedjax_pcdd.report.contents import own_table
+from fedjax_pcdd.report.contents import OWN_MODELS, own_table, paper_tables, pivot
+from fedjax_pcdd.report.expected import read_expected
 from fedjax_pcdd.report.grouping import Cells, group
 from fedjax_pcdd.report.targets import BEST, reached
+from fedjax_pcdd.training.protocols import IN_WORDS
 
 
 def inputs(data="a", model=None, method=None, pipeline=None, version="0.2.0"):
@@ -113,6 +115,45 @@ def test_a_best_round_of_ga_that_tests_chose_is_said_and_not_marked(tmp_path):
     assert not any(marks)
 
 
+def test_ga_best_of_the_clients_own_models_is_not_marked_beside_that_of_a_global_model(tmp_path):
+    folder = write_experiments(tmp_path)
+    for method, ga in (("fedavg", 0.5), ("moon", 0.4)):
+        in_preset(tmp_path / "runs" / method, "A", method, ga=ga)
+    runs = collect([tmp_path / "runs"])
+    (tables, pivoted) = ga_tables(runs, folder), pivot(runs, "method", None, "ga_best")
+    assert all(marks(table) == [1, 2] and OWN_MODELS not in table.remarks for table in [*tables, pivoted])
+    summarise(tmp_path / "runs/moon", ga_best_mean=0.4)
+    runs = collect([tmp_path / "runs"])
+    (tables, pivoted) = ga_tables(runs, folder), pivot(runs, "method", None, "ga_best")
+    assert all(marks(table) == [0, 0] and OWN_MODELS in table.remarks for table in [*tables, pivoted])
+    assert marks(tables[0], "GA last") == [1, 2]
+
+
+def ga_tables(runs, folder):
+    """The own table of the only group of runs, and that of GA beside the paper's."""
+    groups = group(runs, Cells(folder / "presets"))
+    paper, *_ = paper_tables("toy/table1", groups, read_expected(folder / "expected", "toy/table1"))
+    return own_table(groups[0]), paper
+
+
+def marks(table, heading=None):
+    """The marks of the rows of FedAvg and MOON in a column, by default the first."""
+    rows = {row.label: row for row in table.rows}
+    column = 0 if heading is None else table.headings.index(heading) - 1
+    return [rows[name].cells[column].rank for name in ("fedavg", "moon")]
+
+
+@pytest.mark.parametrize(
+    ("protocols", "ranks"), [(("best_mean", "best_epoch"), [0, 0]), (("best_mean", "best_mean"), [1, 2])]
+)
+def test_pa_of_another_protocol_is_not_marked(tmp_path, protocols, ranks):
+    for (method, pa), protocol in zip((("fedavg", 0.5), ("moon", 0.4)), protocols, strict=True):
+        write_run(tmp_path / method, 0.3, pa, method=method, pa_protocol="best_mean")
+        summarise(tmp_path / method, pa_protocol="during training" + IN_WORDS[protocol])
+    (runs,) = group(collect([tmp_path]), Cells(tmp_path))
+    assert marks(own_table(runs), "PA in training best") == ranks
+
+
 def test_several_versions_and_devices_are_said(tmp_path):
     for name, method, version in (("a", "fedavg", "0.1.0"), ("b", "fedprox", "0.2.0")):
         write_run(tmp_path / name, method=method, origin=inputs(version=version))
@@ -129,6 +170,15 @@ def test_the_target_is_fedavgs_in_the_round_that_was_chosen(tmp_path):
     summarise(tmp_path / "a", ga_best_round=2, selected_on="validation")
     reference, run = collect([tmp_path])
     assert reached(run, [reference], BEST) == (2, 1.5)
+
+
+def test_the_rounds_of_a_fedavg_that_ended_early_are_those_that_it_ran(tmp_path):
+    write_run(tmp_path / "a", ga=0.6, rounds=6)
+    write_run(tmp_path / "b", ga=0.6, rounds=6, method="moon")
+    summarise(tmp_path / "a", rounds=3)
+    reference, run = collect([tmp_path])
+    assert reached(reference, [reference], BEST) == (3, 1.0)
+    assert reached(run, [reference], BEST) == (3, 1.0)
 
 
 @pytest.mark.parametrize("damage", [{"inputs": 3}, {"inputs": {"objects": 3}}, {"inputs": [1]}])

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from fedjax_pcdd.analysis.pictures import draw
@@ -39,6 +40,21 @@ def run(folder, **options):
 def test_an_unknown_quantity_is_refused_with_the_nearest_name():
     with pytest.raises(UserError, match="'angels': did you mean 'angles'"):
         build({"track": "spectrum,angels"})
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("error:invalid value:RuntimeWarning")
+def test_without_two_classes_or_test_samples_what_needs_two_has_no_entry(tmp_path):
+    images = np.random.default_rng(0).normal(size=(9, 4, 4)).astype(np.float32)
+    labels = np.zeros(9, np.int32)
+    data = {"x_train": images[:8], "y_train": labels[:8], "x_test": images[8:], "y_test": labels[8:]}
+    np.savez(tmp_path / "one.npz", **data)
+    options = {"dataset": str(tmp_path / "one.npz"), "clients": 2, "partition": "iid", "rounds": 1, "batch_size": 4}
+    run(tmp_path / "run", **options, model="mlp", track="angles,features,spectrum")
+    (line,) = lines_of(tmp_path / "run")
+    entry = json.loads(line)
+    assert all("etf" not in entry[name] and entry[name]["global"]["all"] is None for name in ("angles", "features"))
+    assert entry["spectrum"]["global"] == {}
 
 
 @pytest.mark.thorough
