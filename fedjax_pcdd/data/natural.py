@@ -18,6 +18,8 @@ import numpy as np
 
 from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images, as_labels, count_classes
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists
+from fedjax_pcdd.data.partition import natural
 from fedjax_pcdd.errors import UserError, as_path, failed_write, in_one_line, is_there, shortened
 
 META = "federation.json"
@@ -68,8 +70,8 @@ def write_federation(
       The folder; `partition="natural"` gives each client its own samples.
 
     Raises:
-      UserError: the folder exists or cannot be written, there are no clients, one of a federation has no samples, or
-        samples do not fit together.
+      UserError: the folder exists or cannot be written, there are no clients, one of a federation has no samples, a
+        text is not partitioned by speaker, or samples do not fit together.
     """
     folder, text = as_path(path, "path"), False
     if is_there(folder, Path.exists):
@@ -121,10 +123,20 @@ def _clients_of(federation: Federation) -> Iterator[tuple[np.ndarray, ...]]:
     if federation.validation is not None:
         raise UserError("validation samples would be nobody's: write the federation before they are held out.")
     data, (train, test) = federation.dataset, federation.partition
+    if data.text and not _is_natural(federation):  # other windows would no longer follow each other as in the text
+        raise UserError("a text is written by speaker: partition it by `natural`.")
     for k, (train_rows, test_rows) in enumerate(zip(train, test, strict=True)):
         if not len(train_rows) + len(test_rows):
             raise UserError(f"client {k} has no samples, so the clients after it would move up: leave it out.")
         yield data.x_train[train_rows], data.y_train[train_rows], data.x_test[test_rows], data.y_test[test_rows]
+
+
+def _is_natural(federation: Federation) -> bool:
+    """Whether each client has the samples of one group, in the order of the data set."""
+    if (groups := federation.dataset.groups) is None:
+        return False
+    pairs = zip(map(Lists.of, natural(groups)), map(Lists.of, federation.partition), strict=True)
+    return all(np.array_equal(a.flat, b.flat) and np.array_equal(a.sizes, b.sizes) for a, b in pairs)
 
 
 def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitStack) -> np.ndarray:

@@ -99,12 +99,23 @@ def test_images_of_which_all_are_0_or_1_in_uint8_are_refused(tmp_path):
 
 def test_a_federation_keeps_its_name_and_that_it_is_a_text(tmp_path):
     codes, labels = np.arange(320, dtype=np.uint8).reshape(4, 80, 1, 1) % 90, np.arange(4)
-    text = Dataset("lines", codes, labels, codes, labels, num_classes=4, text=True)
+    speakers = np.array([0, 0, 1, 1])
+    text = Dataset("lines", codes, labels, codes, labels, 4, groups_train=speakers, groups_test=speakers, text=True)
     federation = Federation(text, Partition(([0, 1], [2, 3]), ([0, 1], [2, 3])))
     data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", federation)))
     assert (data.name, data.text) == ("lines", True)
     np.testing.assert_array_equal(data.x_train, codes)
     assert fp.load_dataset(str(fp.write_federation(tmp_path / "named", federation, name="mine"))).name == "mine"
+
+
+@pytest.mark.parametrize("lists", [([1, 0], [2, 3]), ([0], [1, 2, 3]), ([0, 1, 2, 3],)])
+def test_a_text_is_written_by_speaker(tmp_path, lists):
+    """Else windows follow each other that do not in the text, and validation windows could be read in training."""
+    codes, labels, speakers = np.zeros((4, 8, 1, 1), np.uint8), np.arange(4), np.array([0, 0, 1, 1])
+    for groups in ({"groups_train": speakers, "groups_test": speakers}, {}):
+        text = Dataset("lines", codes, labels, codes, labels, num_classes=4, text=True, **groups)
+        with pytest.raises(fp.UserError, match="a text is written by speaker: partition it by natural"):
+            fp.write_federation(tmp_path / "own", Federation(text, Partition(lists, lists)))
 
 
 def test_a_federation_from_disk_is_normalised_and_augmented_by_its_name(tmp_path):
