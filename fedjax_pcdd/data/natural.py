@@ -190,11 +190,6 @@ def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growin
     return {path.stem: opened.enter_context(closing(_Growing(path, *kind))) for path, kind in paths.items()}
 
 
-def is_federation(folder: Path) -> bool:
-    """Whether a folder was written by `write_federation`."""
-    return is_there(folder / META)
-
-
 def name_in(folder: Path) -> str:
     """The name of the data set in such a folder; the folder's if the file that has it cannot be read."""
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset, Keep, keep_all
-from fedjax_pcdd.data.natural import is_federation, name_in, read_federation
+from fedjax_pcdd.data.natural import META, name_in, read_federation
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.data.prepared import prepared_version, read_tfds
 from fedjax_pcdd.errors import UserError, expanded, is_there, nearest
@@ -76,8 +76,8 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     if name == "digits":
         return _digits()
     root = root_of(data_dir)
-    if folder := _federation(name, root):
-        return read_federation(folder)
+    if file := federation_file(name, root):
+        return read_federation(file.parent)
     if name.endswith(".npz"):
         return read_npz(located(name), keep=keep, mapped=mapped)
     if is_import_path(name) or name in LOADERS:
@@ -104,15 +104,16 @@ def _made(name: str) -> Dataset:
     return dataset
 
 
-def _federation(name: str, root: Path) -> Path | None:
-    """The folder of a federation on disk that an option means, if it means one."""
-    return next((folder for folder in (expanded(name), root / name) if name and is_federation(folder)), None)
+def federation_file(name: str, root: Path | None = None) -> Path | None:
+    """The `federation.json` of the federation on disk that an option means, by its path or below `root`, if any."""
+    files = located(name, f"{name}/{META}"), *([] if root is None else [root / name / META])
+    return next((file for file in files if name and file.name == META and is_there(file)), None)
 
 
 def name_of(name: str, data_dir: str | os.PathLike | None = None) -> str:
     """The name of the data set that an option means, without reading it; of one from a function, the option itself."""
-    folder = _federation(name, root_of(data_dir))
-    return name_in(folder) if folder else name
+    file = federation_file(name, root_of(data_dir))
+    return name_in(file.parent) if file else name
 
 
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
