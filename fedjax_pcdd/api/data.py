@@ -47,7 +47,8 @@ def load_dataset(name: str | PathLike = "digits", data_dir: str | PathLike | Non
         raise UserError(f"takes the name of a data set, as 'digits', not {shortened(name)}.", field="name")
     folder = None if data_dir is None else as_path(data_dir, "data_dir")
     dataset = sources.load(name, folder)
-    LOADED[dataset] = {"dataset": name} | ({} if name == "digits" else {"data_dir": folder and folder.absolute()})
+    anywhere = name == "digits" and sources.federation_file(name, sources.root_of(folder)) is None
+    LOADED[dataset] = {"dataset": name} | ({} if anywhere else {"data_dir": folder and folder.absolute()})
     return dataset
 
 
