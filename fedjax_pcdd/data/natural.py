@@ -7,8 +7,8 @@ to offsets[k + 1]. Letters: K clients, n samples, C classes.
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -86,7 +86,8 @@ def write_federation(
         num_classes, class_names, name, text = data.num_classes, data.class_names, name or data.name, data.text
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary = folder.parent / f".{secrets.randbelow(10**8)}.{folder.name}"
+        temporary.mkdir()
     except OSError as error:
         raise failed_write(error, folder, "another folder") from error
     try:

@@ -53,6 +53,11 @@ def test_clients_are_loaded_with_the_samples_that_were_written(folder):
         np.testing.assert_array_equal(data.y_test[lists.test[k]], y_test)
 
 
+def test_a_folder_may_be_read_by_those_who_may_read_others(folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    assert folder.stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])
 def test_tables_are_kept_as_they_are_whatever_their_type(tmp_path, dtype):
     table, y = np.arange(24).reshape(4, 6).astype(dtype), [0, 1, 0, 1]
