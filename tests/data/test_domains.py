@@ -508,7 +508,7 @@ def test_public_cifar100_has_the_pipeline_of_cifar100(name):
     assert augment.public_pipeline(name) == augment.pipeline("cifar100", True, (32, 32, 3))
 
 
-@pytest.mark.parametrize("name", ["fashion_mnist", "tiny_imagenet", "cifar10"])
+@pytest.mark.parametrize("name", ["fashion_mnist", "tiny_imagenet", "cifar10", "cifar100_mine"])
 def test_other_public_sets_have_cifar100_augmentation_and_imagenet_constants(name):
     pipeline = augment.public_pipeline(name)
     assert (pipeline.mean, pipeline.std) == (augment.DOMAIN_PIPELINE.mean, augment.DOMAIN_PIPELINE.std)
