@@ -116,8 +116,8 @@ def _class_names(part: Any) -> Sequence[str] | None:
     if isinstance(names, Collection) and not isinstance(names, str):
         return list(names)
     numbered = info.get("label") if isinstance(info, Mapping) else None
-    keys = list(map(str, range(len(numbered)))) if isinstance(numbered, Mapping) else []
-    return [numbered[key] for key in keys] if keys and all(key in numbered for key in keys) else None
+    named: list[Any] = [numbered.get(str(c)) for c in range(len(numbered))] if isinstance(numbered, Mapping) else []
+    return named if named and None not in named else None
 
 
 def _samples(part: Any) -> tuple[Any, Any]:
