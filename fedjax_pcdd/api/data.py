@@ -131,7 +131,7 @@ def partition(
       seed: in [0, 2**32).
       retry: draw a Dirichlet partition again until every client has `min_samples` training samples.
       min_samples: see `retry`.
-      doubled: the double allocation of the published FedMR code, for "pcdd".
+      doubled: the double allocation of the published FedMR code, for "pcdd" with fewer than all classes a client.
 
     Returns:
       The federation; `federation.class_counts` [K, C] has each client's samples per class, and `federation.plot()`
