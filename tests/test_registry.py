@@ -26,7 +26,8 @@ from fedjax_pcdd.data import augment, lists, partition, sources
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, load_object
 from fedjax_pcdd.training import loggers
-from fedjax_pcdd.training.config import build, run_folder
+from fedjax_pcdd.training.build import federate, public_images
+from fedjax_pcdd.training.config import build, dump, parse_config, run_folder
 from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.outside import origins_of
 from fedjax_pcdd.training.presets import read_run
@@ -154,6 +155,23 @@ def test_a_run_with_parts_from_outside_records_them_and_resumes_bit_for_bit(fold
     assert rows[0]["ga_per_class"] == rows[1]["ga_per_class"]
     assert rows[0]["loss"] == rows[1]["loss"]
     assert fp.load_run(cut_run).label == "FedStep"
+
+
+def test_a_federation_and_public_images_by_relative_paths_are_found_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_recorded", {})
+    monkeypatch.chdir(tmp_path)
+    x, y = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 1), np.uint8), np.arange(20) % 4
+    fp.write_federation("data/own", [(x, y, x, y)], name="mine")
+    np.savez("plain.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    text = dump(*build({"dataset": "data/own", "partition": "natural", "public": "plain.npz", "public_samples": 20}))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config, _ = parse_config(text)
+    assert (config.dataset, sources.name_of(config.dataset)) == ("data/own", "mine")
+    federation = federate(config)
+    np.testing.assert_array_equal(federation.dataset.x_train, x)
+    assert public_images(config, federation).shape == (20, 8, 8, 1)
+    assert set(origins_of(config)) == {"data/own", "plain.npz"}
 
 
 @pytest.mark.thorough

@@ -47,7 +47,8 @@ def load_dataset(name: str | PathLike = "digits", data_dir: str | PathLike | Non
         raise UserError(f"takes the name of a data set, as 'digits', not {shortened(name)}.", field="name")
     folder = None if data_dir is None else as_path(data_dir, "data_dir")
     dataset = sources.load(name, folder)
-    LOADED[dataset] = {"dataset": name} | ({} if name == "digits" else {"data_dir": folder and folder.absolute()})
+    anywhere = name == "digits" and sources.federation_file(name, sources.root_of(folder)) is None
+    LOADED[dataset] = {"dataset": name} | ({} if anywhere else {"data_dir": folder and folder.absolute()})
     return dataset
 
 
@@ -130,7 +131,7 @@ def partition(
       seed: in [0, 2**32).
       retry: draw a Dirichlet partition again until every client has `min_samples` training samples.
       min_samples: see `retry`.
-      doubled: the double allocation of the published FedMR code, for "pcdd".
+      doubled: the double allocation of the published FedMR code, for "pcdd" with fewer than all classes a client.
 
     Returns:
       The federation; `federation.class_counts` [K, C] has each client's samples per class, and `federation.plot()`

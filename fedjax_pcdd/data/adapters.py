@@ -5,7 +5,7 @@ If there is no test set, a fifth of each class is drawn from the training sample
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ def from_huggingface(
 ) -> Dataset:
     """A data set of the library `datasets`: a `DatasetDict` with train and test (or validation), or one split.
 
+    A warning names further splits, as they are not read.
+
     Args:
       dataset: what `datasets.load_dataset` returns, not streamed.
       image: column of the samples; None for the one of type Image, of several or none the one called image, img, x or
@@ -42,7 +44,9 @@ def from_huggingface(
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     if "train" not in splits:
         raise UserError(f"the data set has no split train, but {', '.join(map(str, splits))}: name its splits so.")
-    train, test = splits["train"], next((splits[key] for key in _TESTS if key in splits), None)
+    tests = next((key for key in _TESTS if key in splits), None)
+    _warn_of_others("from_huggingface", "the data set", ["train", tests], map(str, splits))
+    train, test = splits["train"], None if tests is None else splits[tests]
     features = getattr(train, "features", None) or {}
     if not features:
         raise UserError(f"from_huggingface takes what datasets.load_dataset returns, not {shortened(dataset)}.")
@@ -57,6 +61,13 @@ def from_huggingface(
         parts.append((x, y, part_groups[0] if part_groups else None))
         names.append(getattr(own[label], "names", None))
     return _dataset(parts, names, name)
+
+
+def _warn_of_others(adapter: str, source: Any, taken: Sequence[str | None], names: Iterable[str]) -> None:
+    """Warn of splits that are not read, if there are some."""
+    if others := [name for name in names if name not in taken]:
+        known = " and ".join(filter(None, taken))
+        warnings.warn(f"{adapter} takes only {known} of {source}, not {', '.join(others[:3])}.", stacklevel=3)
 
 
 def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: Sequence[str], content: str) -> str:
@@ -101,10 +112,12 @@ def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset
 
 
 def _class_names(part: Any) -> Sequence[str] | None:
-    if (names := getattr(part, "classes", None)) is not None:
-        return names
-    numbered = (getattr(part, "info", None) or {}).get("label")
-    return numbered and [numbered[str(c)] for c in range(len(numbered))]
+    names, info = getattr(part, "classes", None), getattr(part, "info", None)
+    if isinstance(names, Collection) and not isinstance(names, str):
+        return list(names)
+    numbered = info.get("label") if isinstance(info, Mapping) else None
+    named: list[Any] = [numbered.get(str(c)) for c in range(len(numbered))] if isinstance(numbered, Mapping) else []
+    return named if named and None not in named else None
 
 
 def _samples(part: Any) -> tuple[Any, Any]:
@@ -127,9 +140,9 @@ def _samples(part: Any) -> tuple[Any, Any]:
 
 
 def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str | None = None) -> Dataset:
-    """Images in one folder per class, which may lie below `train` and `test` (or `val`).
+    """Images in one folder per class, which may lie below `train` and `test` (or `val`), also written `Train`.
 
-    A warning names folders beside these, as they are not read.
+    A warning names folders beside these two, as they are not read.
 
     Args:
       path: of the folder; the names of its subfolders, in alphabetical order, are the class names. Images may lie
@@ -143,16 +156,22 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
     if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 1):
         raise UserError(f"takes a number of pixels of at least 1, not {shortened(side)}.", field="side")
     root = as_path(path, "path")
-    train = root / "train" if is_there(root / "train", Path.is_dir) else root
-    test = next((root / key for key in _TESTS if is_there(root / key, Path.is_dir)), None) if train != root else None
     if not is_there(root, Path.is_dir):
         raise UserError(f"there is no folder {root}: name one with a folder of images for each class.")
+    folders = _visible(root, Path.is_dir)
+    named = [folder for folder in folders if folder.name.lower() in ("train", *_TESTS)]
+    # A class may be called Train; its folder has images.
+    splits = {f.name.lower(): f for f in named if f.name.islower() or _visible(f, Path.is_dir)}
+    train = splits.get("train", root)
+    test = next((splits[key] for key in _TESTS if key in splits), None) if train != root else None
     for folder in (train, test):
         if folder and not _visible(folder, Path.is_dir):
             raise UserError(f"{folder} has no folders: put the images of each class into a folder of its own there.")
-    others = [folder.name for folder in _visible(root, Path.is_dir) if folder.name not in ("train", *_TESTS)]
-    if train != root and others:
-        warnings.warn(f"only train and test are read of {root}, not {', '.join(others[:3])}.", stacklevel=2)
+    if train == root:
+        _check_classes(folders)
+    else:
+        taken = [train.name, test.name if test else None]
+        _warn_of_others("from_folder", root, taken, [folder.name for folder in folders])
     names = [folder.name for folder in _visible(train, Path.is_dir)]
     unknown = [folder.name for folder in (_visible(test, Path.is_dir) if test else []) if folder.name not in names]
     if unknown:
@@ -162,6 +181,17 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
         pairs = [(file, c) for c, label in enumerate(names) for file in _files(folder / label)] if folder else []
         parts.append(([_opened(file, side) for file, _ in pairs], [c for _, c in pairs], None))
     return _dataset(parts, (names, names), name or root.resolve().name)
+
+
+def _check_classes(folders: Sequence[Path]) -> None:
+    """Raise a UserError if these folders are those of splits or domains: in each are the same folders and no images."""
+    if any(_visible(folder, Path.is_file) for folder in folders):
+        return
+    inner = [[below.name for below in _visible(folder, Path.is_dir)] for folder in folders]
+    if len(inner[0]) > 1 and all(names == inner[0] for names in inner):
+        both = " and in ".join(map(str, folders[:2]))
+        advice = "name the splits train and test, or put the images of each class straight into its folder."
+        raise UserError(f"there are no images but the same folders in {both}: {advice}")
 
 
 def _files(folder: Path) -> list[Path]:

@@ -170,7 +170,7 @@ def public_pipeline(name: str, side: int = 32) -> Pipeline:
 
     `side` is that of the images in pixels; the crop's border is an eighth of it, 4 for the published 32.
     """
-    constants = customary(name)[0] if stem(name).startswith("cifar100") else DOMAIN_PIPELINE
+    constants = _CIFAR100 if customary(name)[0] == _CIFAR100 else DOMAIN_PIPELINE
     return replace(_CIFAR100, mean=constants.mean, std=constants.std, padding=side // 8)
 
 

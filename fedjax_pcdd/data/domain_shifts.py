@@ -143,9 +143,9 @@ def digit_slots() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     The images of a class are dealt out in turn, which spreads each writer, whose digits are adjacent, over all tenths.
     """
-    digits = sources.load("digits")
-    labels = np.concatenate([digits.y_train, digits.y_test])
-    return np.concatenate([digits.x_train, digits.x_test]), labels, sources.ranks(labels) % _SLOTS
+    data = sources.digits()
+    labels = np.concatenate([data.y_train, data.y_test])
+    return np.concatenate([data.x_train, data.x_test]), labels, sources.ranks(labels) % _SLOTS
 
 
 def _shifted(shift: Shift, images: np.ndarray, *, side: int, seed: int) -> np.ndarray:

@@ -14,8 +14,10 @@ import numpy as np
 from fedjax_pcdd.data import domain_shifts as shifts
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.augment import stem
+from fedjax_pcdd.data.dataset import as_labels
 from fedjax_pcdd.data.npz import Archive, read_arrays, read_images
 from fedjax_pcdd.errors import UserError, is_there, nearest
+from fedjax_pcdd.registry import located
 
 SPLITS = ("held_out", "code")
 HELD_OUT = 0.3
@@ -161,7 +163,7 @@ def load_public(
       UserError: a missing or unsuitable file, or fewer than N_0 images.
     """
     _check_draw(seed, side)
-    images = _public_images(name, data_dir, side)
+    images = shifts.public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
     if not 1 <= samples <= len(images):
         raise UserError(f"'{name}' has {len(images)} images: ask for 1 to {len(images)} samples, not {samples}.")
     random = _generator(seed, f"{stem(name)} public")
@@ -177,24 +179,22 @@ def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, 
     Raises:
       UserError: as in `load_public`, or the images have no labels.
     """
-    images = _public_images(name, data_dir, TASKS["digits_domains"].side)
-    labels = shifts.public_digit_labels() if name == "digits_public" else _labels(name, sources.root_of(data_dir))
-    if labels is None or labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
-        raise UserError(f"'{name}' has no labels of its images: add y_train to it, or train without `transfer_epochs`.")
+    root = sources.root_of(data_dir)
+    if name == "digits_public":
+        labels = shifts.public_digit_labels()
+    else:
+        archive = _archive(name, root)
+        labels = _labels(archive, name) if archive else sources.load(name, root).y_train
     return labels[_generator(seed, f"{stem(name)} public").permutation(len(labels))[:samples]].astype(np.int32)
 
 
-def _public_images(name: str, data_dir: str | os.PathLike | None, side: int) -> np.ndarray:
-    """All images from which public ones are drawn."""
-    return shifts.public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
-
-
-def _labels(name: str, root: Path) -> np.ndarray | None:
-    """Labels [n] of a data set's training images, if it has any."""
-    file = root / f"{name}.npz"
-    if name == "digits" or not is_there(file):
-        return sources.load(name, root).y_train
-    return next(iter(read_arrays(file, ("y_train", "y")).values()), None)
+def _labels(archive: Archive, name: str) -> np.ndarray:
+    """Labels [n] of the images of a file; UserError if it has none, or not as many."""
+    key = next((key for key in ("y_train", "y") if key in archive.names), "")
+    labels = archive.read(key) if key else None
+    if labels is None or labels.shape[:1] != archive.header(_stored(archive))[0][:1]:
+        raise UserError(f"'{name}' has no labels of its images: add y_train to it, or train without `transfer_epochs`.")
+    return as_labels(labels, f"{key} of {archive.file}")
 
 
 def _check_draw(seed: int, side: int):
@@ -292,19 +292,30 @@ def _fault(arrays: dict[str, np.ndarray], recipe: Recipe) -> str | None:
 
 def _unlabelled(name: str, root: Path) -> np.ndarray:
     """Training images [n, H, W, channels] of a data set, uint8."""
-    file = root / f"{name}.npz"
-    if name == "cifar100" and not _present(name, root) and _present("cifar100_subset", root):
-        raise UserError(f"{file} is not there, but a part of it is: name cifar100_subset as the public data set.")
-    if name == "digits" or not is_there(file):
+    archive = _archive(name, root)
+    if archive is None:
         return sources.load(name, root).x_train
-    archive = Archive(file)
-    key = next((key for key in _IMAGES if {key, f"{key}_delta"} & set(archive.names)), None)
-    if key is None:
-        raise UserError(f"{file} holds no images; it needs {', '.join(_IMAGES)}.")
+    key = _stored(archive).removesuffix("_delta")
     try:
         images = read_images(archive, key)
     except UserError as error:
-        raise UserError(f"{file} cannot be used: {error}") from None
+        raise UserError(f"{archive.file} cannot be used: {error}") from None
     if images.dtype != np.uint8:
-        raise UserError(f"{file} cannot be used: {key} must be uint8, not {images.dtype}.")
+        raise UserError(f"{archive.file} cannot be used: {key} must be uint8, not {images.dtype}.")
     return images
+
+
+def _archive(name: str, root: Path) -> Archive | None:
+    """The npz file of a data set, by its path or below `root`; None if it is found elsewhere."""
+    file = located(name) if name.endswith(".npz") else root / f"{name}.npz"
+    if name == "cifar100" and not _present(name, root) and _present("cifar100_subset", root):
+        raise UserError(f"{file} is not there, but a part of it is: name cifar100_subset as the public data set.")
+    return Archive(file) if name != "digits" and is_there(file) else None
+
+
+def _stored(archive: Archive) -> str:
+    """The array of a file that holds the public images."""
+    names = [name for key in _IMAGES for name in (f"{key}_delta", key) if name in archive.names]
+    if not names:
+        raise UserError(f"{archive.file} holds no images; it needs {', '.join(_IMAGES)}.")
+    return names[0]

@@ -15,7 +15,7 @@ import numpy as np
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partition, several, whole_numbers
 from fedjax_pcdd.data.text import last_windows
-from fedjax_pcdd.errors import UserError, check_file, shortened
+from fedjax_pcdd.errors import UserError, as_path, check_file, shortened, writing
 
 MOST_LABELLED_CELLS = 300
 MOST_DRAWN_CLIENTS = 2000  # if there are more, only every n-th is drawn
@@ -128,7 +128,17 @@ class Federation:
         return axes
 
     def save(self, path: str | Path):
-        """Write the partition (not the images) to an `.npz` file that `load_partition` reads."""
+        """Write the partition (not the images) to an `.npz` file that `load_partition` reads.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
+        file = as_path(path, "path")
+        with writing(file, "another path"):
+            self.write(file)
+
+    def write(self, path: Path):
+        """As `save`, with errors as the operating system raises them."""
         extra_lists = {} if self.validation is None else {"validation": self.validation}
         save_partition(self.partition, path, extra_lists, (self.dataset.y_train, self.dataset.y_test))
 

@@ -7,8 +7,8 @@ to offsets[k + 1]. Letters: K clients, n samples, C classes.
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy as np
 
 from fedjax_pcdd.data.dataset import MOST_CLASSES, Dataset, as_images, as_labels, count_classes
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists
+from fedjax_pcdd.data.partition import natural
 from fedjax_pcdd.errors import UserError, as_path, failed_write, in_one_line, is_there, shortened
 
 META = "federation.json"
@@ -68,23 +70,28 @@ def write_federation(
       The folder; `partition="natural"` gives each client its own samples.
 
     Raises:
-      UserError: the folder exists or cannot be written, there are no clients, one of a federation has no samples, or
-        samples do not fit together.
+      UserError: the folder exists or cannot be written, there are no clients, one of a federation has no samples, a
+        text is not partitioned by speaker, or samples do not fit together.
     """
     folder, text = as_path(path, "path"), False
     if is_there(folder, Path.exists):
         raise UserError(f"{folder} exists already: choose another folder for the federation.")
     if num_classes is not None and (not isinstance(num_classes, int | np.integer) or num_classes < 1):
         raise UserError(f"must be a number of classes, not {shortened(num_classes)}.", field="num_classes")
+    if not isinstance(name, str | None):
+        raise UserError(f"must be a text, not {shortened(name)}.", field="name")
     listed = isinstance(class_names, Sequence | np.ndarray) and not isinstance(class_names, str)
     if class_names is not None and not (listed and all(isinstance(one, str) for one in class_names)):
         raise UserError(f"must be a list of names, not {shortened(class_names)}.", field="class_names")
     if isinstance(clients, Federation):
+        if num_classes is not None or class_names is not None:
+            raise UserError("a federation has its own classes: drop `num_classes` and `class_names`.")
         data, clients = clients.dataset, _clients_of(clients)
         num_classes, class_names, name, text = data.num_classes, data.class_names, name or data.name, data.text
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary = folder.parent / f".{secrets.randbelow(10**8)}.{folder.name}"
+        temporary.mkdir()
     except OSError as error:
         raise failed_write(error, folder, "another folder") from error
     try:
@@ -106,12 +113,13 @@ def _write_meta(
     largest = int(labels.max())
     if classes is None and largest >= MOST_CLASSES:
         raise UserError(f"labels run to {largest}, which is no class: number them from 0, or give `num_classes`.")
-    counted = count_classes(labels) if classes is None and names is None else max(len(names or ()), largest + 1)
+    named = 0 if names is None else len(names)
+    counted = count_classes(labels) if classes is None and names is None else max(named, largest + 1)
     count = counted if classes is None else int(classes)
     if largest >= count:
         raise UserError(f"labels run to {largest}, but there are {count} classes: give `num_classes` as it is.")
-    if names is not None and len(names) != count:
-        raise UserError(f"names {len(names)} classes of {count}: name all of them.", field="class_names")
+    if names is not None and named != count:
+        raise UserError(f"names {named} classes of {count}: name all of them.", field="class_names")
     meta = {"format": FORMAT, "name": name, "num_classes": count, "class_names": None if names is None else list(names)}
     meta |= {"text": True} if text else {}
     (folder / META).write_text(json.dumps(meta), encoding="utf-8")
@@ -121,10 +129,20 @@ def _clients_of(federation: Federation) -> Iterator[tuple[np.ndarray, ...]]:
     if federation.validation is not None:
         raise UserError("validation samples would be nobody's: write the federation before they are held out.")
     data, (train, test) = federation.dataset, federation.partition
+    if data.text and not _is_natural(federation):  # other windows would no longer follow each other as in the text
+        raise UserError("a text is written by speaker: partition it by `natural`.")
     for k, (train_rows, test_rows) in enumerate(zip(train, test, strict=True)):
         if not len(train_rows) + len(test_rows):
             raise UserError(f"client {k} has no samples, so the clients after it would move up: leave it out.")
         yield data.x_train[train_rows], data.y_train[train_rows], data.x_test[test_rows], data.y_test[test_rows]
+
+
+def _is_natural(federation: Federation) -> bool:
+    """Whether each client has the samples of one group, in the order of the data set."""
+    if (groups := federation.dataset.groups) is None:
+        return False
+    pairs = zip(map(Lists.of, natural(groups)), map(Lists.of, federation.partition), strict=True)
+    return all(np.array_equal(a.flat, b.flat) and np.array_equal(a.sizes, b.sizes) for a, b in pairs)
 
 
 def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitStack) -> np.ndarray:
@@ -144,21 +162,22 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
                 raise UserError(f"the {part} samples of client {k} have no labels: give one for each.")
             if not len(y):
                 continue
-            given, is_image = np.asarray(x).dtype, np.ndim(x) > 2
-            x, is_integer = as_images(x, f"the {part} samples of client {k}"), given.kind in "iu"
+            images = as_images(x, f"the array of {part} samples of client {k}")
+            given, is_image, x = np.asarray(x).dtype, np.ndim(x) > 2, images
             if y.shape != (len(x),) or y.max() >= 2**31:
                 raise UserError(f"the {part} labels of client {k} must be {len(x)} integers below 2**31.")
             if given == np.uint8 and is_image:  # one client's images may be black; those of all are looked at below
                 x, brightest = x.astype(np.uint8), max(brightest, int(x.max()))
             files = files or _opened(folder, x, opened)
             file = files[f"x_{part}"]
-            if is_integer and file.dtype == np.uint8 and x.dtype != np.uint8 and 0 <= x.min() <= x.max() <= 1:
+            if given.kind in "iu" and file.dtype == np.uint8 and x.dtype != np.uint8 and 0 <= x.min() <= x.max() <= 1:
                 x = x.astype(np.uint8)  # levels, of a client whose images are all practically black
             if (file.shape, file.dtype) != (x.shape[1:], x.dtype):
                 expected, actual = f"{file.dtype} {list(file.shape)}", f"{x.dtype} {list(x.shape[1:])}"
-                raise UserError(
-                    f"the {part} samples of client {k} are {actual}, those before {expected}: give all the same."
-                )
+                # Wider integers are judged client by client, so that one whose images are 0 or 1 differs from others.
+                advice = "integers as uint8, or all as float32" if file.shape == x.shape[1:] else "all the same size"
+                kept = f"given as {given}, are kept as {actual}, those before as {expected}"
+                raise UserError(f"the {part} samples of client {k}, {kept}: give {advice}.")
             file.append(x)
             files[f"y_{part}"].append(y)
             known.update(y.tolist())
@@ -176,11 +195,6 @@ def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growin
     kinds = {"x": (x.dtype, x.shape[1:]), "y": (np.dtype(np.int32), ())}
     paths = {folder / f"{key}_{part}.npy": kind for part in _PARTS for key, kind in kinds.items()}
     return {path.stem: opened.enter_context(closing(_Growing(path, *kind))) for path, kind in paths.items()}
-
-
-def is_federation(folder: Path) -> bool:
-    """Whether a folder was written by `write_federation`."""
-    return is_there(folder / META)
 
 
 def name_in(folder: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset, Keep, keep_all
-from fedjax_pcdd.data.natural import is_federation, name_in, read_federation
+from fedjax_pcdd.data.natural import META, name_in, read_federation
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.data.prepared import prepared_version, read_tfds
 from fedjax_pcdd.errors import UserError, expanded, is_there, nearest
@@ -61,11 +61,12 @@ def root_of(data_dir: str | os.PathLike | None) -> Path:
 def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep_all, mapped: bool = False) -> Dataset:
     """Find a data set and read it into memory; nothing is downloaded.
 
-    Tried in order: built in ("digits"); `<data_dir>/<name>.npz`; a prepared TFDS folder below data_dir.
+    What is from outside is taken first: the folder of a federation, the path of an npz file, an import path or a
+    registered name. Then are tried: built in ("digits"); `<data_dir>/<name>.npz`; a prepared TFDS folder.
 
     Args:
       name: one of `DATASETS`, the stem of an npz file, any TFDS name, such as "stl10" or "emnist/letters"; or from
-        outside: the path of an npz file, a registered name or an import path of a function that returns a `Dataset`.
+        outside: a path, a registered name or an import path of a function that returns a `Dataset`.
       data_dir: folder of npz files or TFDS root; without it the TFDS default root is searched.
       keep: which samples to keep; the others of an npz file are left out.
       mapped: memory-map images of npz files and of prepared folders, which are unpacked once for this.
@@ -73,15 +74,15 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     Raises:
       UserError: the data set is in none of these places, or what is there cannot be used.
     """
-    if name == "digits":
-        return _digits()
     root = root_of(data_dir)
-    if folder := _federation(name, root):
-        return read_federation(folder)
+    if file := federation_file(name, root):
+        return read_federation(file.parent)
     if name.endswith(".npz"):
         return read_npz(located(name), keep=keep, mapped=mapped)
     if is_import_path(name) or name in LOADERS:
         return _made(name)
+    if name == "digits":
+        return digits()
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be the name of a data set; {nearest(name, DATASETS)}")
     file = root / f"{name}.npz"
@@ -104,15 +105,16 @@ def _made(name: str) -> Dataset:
     return dataset
 
 
-def _federation(name: str, root: Path) -> Path | None:
-    """The folder of a federation on disk that an option means, if it means one."""
-    return next((folder for folder in (expanded(name), root / name) if name and is_federation(folder)), None)
+def federation_file(name: str, root: Path | None = None) -> Path | None:
+    """The `federation.json` of the federation on disk that an option means, by its path or below `root`, if any."""
+    files = located(name, f"{name}/{META}"), *([] if root is None else [root / name / META])
+    return next((file for file in files if name and file.name == META and is_there(file)), None)
 
 
 def name_of(name: str, data_dir: str | os.PathLike | None = None) -> str:
     """The name of the data set that an option means, without reading it; of one from a function, the option itself."""
-    folder = _federation(name, root_of(data_dir))
-    return name_in(folder) if folder else name
+    file = federation_file(name, root_of(data_dir))
+    return name_in(file.parent) if file else name
 
 
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
@@ -127,7 +129,7 @@ def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
     return f"There is no data set '{name}' ({places}{missing}); {nearest_part(name, DATASETS)}"
 
 
-def _digits() -> Dataset:
+def digits() -> Dataset:
     """Scikit-learn's digits; in each class every fifth image, in the given order, is a test image.
 
     So the split is about 80/20, stratified, and deterministic. Values 0..16 become 0..255 (rounded).

@@ -239,7 +239,7 @@ class RunFolder:
         except Exception:  # a damaged archive can raise almost anything
             same = False
         if not same:
-            self.draw(PARTITION, federation.save)
+            self.draw(PARTITION, federation.write)
         self.redraw("partition.png", lambda path: draw(federation, path))
 
     def redraw(self, name: str, write: Callable[[Path], Any]) -> None:

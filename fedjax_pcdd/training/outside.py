@@ -9,7 +9,7 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.beside import imported_files
 from fedjax_pcdd.data.augment import AUGMENTATIONS
 from fedjax_pcdd.data.partition import PARTITIONS
-from fedjax_pcdd.data.sources import LOADERS
+from fedjax_pcdd.data.sources import LOADERS, federation_file
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import Origin, Registry, file_sha256, is_import_path, located, origin_of, origin_of_file
@@ -29,6 +29,7 @@ def origins_of(config: Any) -> dict[str, Origin]:
         (METHODS, methods.plain_name(config.method)),
         *((methods.SERVER_OPTIMISERS, suffix) for suffix in methods.suffixes_of(config.method)),
         (LOADERS, None if config.task else config.dataset),
+        (LOADERS, config.public),
         (PARTITIONS, None if config.task else config.partition),
         (PARTITIONS, None if config.availability == "model" else config.availability),
         (models.BACKBONES, config.model),
@@ -58,6 +59,8 @@ def onlookers(options: Mapping[str, Any]) -> set[str]:
 
 
 def _origin(registry: Registry, name: str) -> Origin | None:
+    if registry is LOADERS and (file := federation_file(name)):
+        return origin_of_file(file)
     if name.endswith(".npz"):
         return origin_of_file(located(name)) if is_there(located(name)) else None  # if missing, reported elsewhere
     if is_import_path(name):

@@ -1,5 +1,6 @@
 """Data sets of other libraries: small stand-ins with their interface, and the libraries where they are installed."""
 
+import shutil
 from typing import ClassVar
 
 import numpy as np
@@ -48,6 +49,14 @@ def test_a_single_split_gives_a_fifth_of_each_class_to_the_tests():
     assert (len(dataset.y_train), np.bincount(dataset.y_test).tolist()) == (16, [2, 2])
     images = np.concatenate([dataset.x_train, dataset.x_test])
     assert sorted(x.tobytes() for x in images) == sorted(x.tobytes() for x in IMAGES)
+
+
+def test_splits_that_are_not_read_are_named():
+    with pytest.warns(UserWarning, match="from_huggingface takes only train of the data set, not dev"):
+        assert len(fp.from_huggingface({"train": split((0, 12)), "dev": split((12, 20))}).y_train) == 10
+    parts = {"train": split((0, 12)), "validation": split((12, 16)), "test": split((16, 20))}
+    with pytest.warns(UserWarning, match="takes only train and test of the data set, not validation"):
+        fp.from_huggingface(parts)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +242,43 @@ def test_folders_beside_train_and_test_are_named_and_images_below_a_class_are_re
     (folder / "testing").mkdir()
     (folder / "train/cat/more").mkdir()
     Pillow.fromarray(IMAGES[0]).save(folder / "train/cat/more/a.png")
-    with pytest.warns(UserWarning, match="only train and test are read of .*pets, not testing"):
+    with pytest.warns(UserWarning, match="from_folder takes only train and val of .*pets, not testing"):
         data = fp.from_folder(folder)
     assert np.bincount(data.y_train).tolist() == [7, 6]
+    (folder / "testing").rmdir()
+    shutil.copytree(folder / "val", folder / "test")
+    with pytest.warns(UserWarning, match="takes only train and test of .*pets, not val"):
+        fp.from_folder(folder)
+    shutil.rmtree(folder / "test")
     (folder / "test").mkdir()
     with pytest.raises(fp.UserError, match=r"pets/test has no folders: put the images of each class"):
         fp.from_folder(folder)
+
+
+def test_splits_may_be_capitalised_and_other_names_of_them_are_no_classes(folder):
+    (folder / "val").rename(folder / "Test")
+    (folder / "train").rename(folder / "Train")
+    np.testing.assert_array_equal(fp.from_folder(folder).y_test, [0] * 4 + [1] * 4)
+    (folder / "Train").rename(folder / "Training")
+    with pytest.raises(fp.UserError, match=r"no images but the same folders in .*Test and in .*: name the splits"):
+        fp.from_folder(folder)
+    shutil.rmtree(folder / "Training")
+    with pytest.raises(fp.UserError, match=r"the same folders in .*Test: name the splits train and test"):
+        fp.from_folder(folder)
+
+
+def test_a_class_may_be_called_train_in_capitals_and_have_its_images_deeper(tmp_path):
+    for name in ("Car/old", "Train/old", "Train"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        Pillow.fromarray(IMAGES[0]).save(tmp_path / name / "a.png")
+    (tmp_path / "Train/old/a.png").unlink()
+    (tmp_path / "Train/old").rmdir()
+    assert fp.from_folder(tmp_path).class_names == ("Car", "Train")
+    (tmp_path / "Train/a.png").unlink()
+    (tmp_path / "Train").rename(tmp_path / "Bus")
+    (tmp_path / "Bus/old").mkdir()
+    Pillow.fromarray(IMAGES[0]).save(tmp_path / "Bus/old/a.png")
+    assert fp.from_folder(tmp_path).class_names == ("Bus", "Car")
 
 
 @pytest.mark.parametrize(
@@ -308,3 +348,20 @@ def test_missing_groups_are_named(missing):
 def test_attributes_that_are_no_arrays_are_passed_over(attributes):
     pairs = [(Pillow.fromarray(x), int(y)) for x, y in zip(IMAGES, LABELS, strict=True)]
     assert len(fp.from_torch(Unchanged(pairs, **attributes)).y_train) == 16
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"classes": 2},
+        {"classes": "cat"},
+        {"info": "pets"},
+        {"info": {"label": "kind"}},
+        {"info": {"label": {0: "cat"}}},
+    ],
+)
+def test_attributes_that_are_no_class_names_are_passed_over(attributes):
+    pairs = [(Pillow.fromarray(x), int(y)) for x, y in zip(IMAGES, LABELS, strict=True)]
+    assert fp.from_torch(Items(pairs, **attributes)).class_names is None
+    named = Items(pairs, info={"label": {"0": "cat", "1": "dog"}})
+    assert fp.from_torch(named).class_names == ("cat", "dog")

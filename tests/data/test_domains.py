@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_pcdd.data import augment, domain_shifts, sources
+from fedjax_pcdd.data import augment, domain_shifts, domains, sources
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.domain_shifts import resize
 from fedjax_pcdd.data.domains import TASKS, load_public, load_public_labels, load_task
@@ -342,17 +342,21 @@ def test_public_digits_need_no_files():
 @pytest.mark.parametrize("arrays", [{"x_train": numbered(40)}, {"x": numbered(40)}], ids=["x_train", "x"])
 def test_public_images_need_no_labels(tmp_path, arrays):
     np.savez(tmp_path / "mine.npz", **arrays)
-    drawn = numbers(load_public("mine", tmp_path, samples=30, seed=0, side=8))
-    assert len(set(drawn)) == 30
+    for name in ("mine", str(tmp_path / "mine.npz")):
+        drawn = numbers(load_public(name, tmp_path, samples=30, seed=0, side=8))
+        assert len(set(drawn)) == 30
 
 
+@pytest.mark.parametrize("dtype", [int, float])
 @pytest.mark.parametrize("keys", [("x_train", "y_train"), ("x", "y")])
-def test_public_labels_are_those_of_the_drawn_images(tmp_path, keys):
+def test_public_labels_are_those_of_the_drawn_images(tmp_path, monkeypatch, keys, dtype):
     images = numbered(40)
-    np.savez(tmp_path / "mine.npz", **dict(zip(keys, (images, numbers(images)), strict=True)))
+    np.savez(tmp_path / "mine.npz", **dict(zip(keys, (images, numbers(images).astype(dtype)), strict=True)))
     options = {"samples": 30, "seed": 3}
     drawn = load_public("mine", tmp_path, side=8, **options)
-    np.testing.assert_array_equal(load_public_labels("mine", tmp_path, **options), numbers(drawn))
+    monkeypatch.setattr(domains, "read_images", None)  # labels do not need the images
+    for name in ("mine", str(tmp_path / "mine.npz")):
+        np.testing.assert_array_equal(load_public_labels(name, tmp_path, **options), numbers(drawn))
 
 
 @pytest.mark.thorough
@@ -395,10 +399,10 @@ def test_public_images_become_grey_as_the_mean_of_their_colours(tmp_path):
     assert np.unique(colour).tolist() == [10, 20, 61]
 
 
-@pytest.mark.parametrize("labels", [{}, {"y": np.arange(39)}, {"y": np.ones(40)}], ids=["none", "fewer", "floats"])
+@pytest.mark.parametrize("labels", [{}, {"y": np.arange(39)}, {"y": np.full(40, 0.5)}], ids=["none", "fewer", "halves"])
 def test_missing_or_unsuitable_public_labels_are_refused(tmp_path, labels):
     np.savez(tmp_path / "mine.npz", x=numbered(40), **labels)
-    with pytest.raises(UserError, match="has no labels of its images: add y_train to it"):
+    with pytest.raises(UserError, match=r"has no labels of its images: add y_train to it|y of .* must be one integer"):
         load_public_labels("mine", tmp_path, samples=30, seed=0)
 
 
@@ -504,7 +508,7 @@ def test_public_cifar100_has_the_pipeline_of_cifar100(name):
     assert augment.public_pipeline(name) == augment.pipeline("cifar100", True, (32, 32, 3))
 
 
-@pytest.mark.parametrize("name", ["fashion_mnist", "tiny_imagenet", "cifar10"])
+@pytest.mark.parametrize("name", ["fashion_mnist", "tiny_imagenet", "cifar10", "cifar100_mine"])
 def test_other_public_sets_have_cifar100_augmentation_and_imagenet_constants(name):
     pipeline = augment.public_pipeline(name)
     assert (pipeline.mean, pipeline.std) == (augment.DOMAIN_PIPELINE.mean, augment.DOMAIN_PIPELINE.std)

@@ -88,6 +88,11 @@ def test_the_image_shape_is_that_of_one_image():
     assert federation().image_shape == (4, 5, 3)
 
 
+def test_a_federation_that_cannot_be_saved_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match=r"cannot write to .*split.npz \(No such file or dir.*: choose another path"):
+        federation().save(tmp_path / "nowhere/split.npz")
+
+
 @pytest.mark.parametrize("part", ["train", "test"])
 @pytest.mark.parametrize("n_test", [0, 40])
 def test_a_saved_partition_holds_the_list_of_every_client(tmp_path, part, n_test):

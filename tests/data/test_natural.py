@@ -37,7 +37,7 @@ def test_images_of_only_0_and_1_are_kept_as_uint8_like_those_of_other_clients(tm
     dark = np.ones((3, 5, 4, 1), np.uint8)
     folder = fp.write_federation(tmp_path / "dark", [*client_samples(), (dark, [0, 1, 2])])
     np.testing.assert_array_equal(fp.load_dataset(str(folder)).x_train[-3:], dark)
-    with pytest.raises(fp.UserError, match=r"client 3 are float32 \[5, 4, 1\], those before uint8"):
+    with pytest.raises(fp.UserError, match=r"kept as float32 \[5, 4, 1\], those before as uint8 .* all as float32"):
         fp.write_federation(tmp_path / "other", [*client_samples(), (dark.astype(np.float32), [0, 1, 2])])
 
 
@@ -51,6 +51,11 @@ def test_clients_are_loaded_with_the_samples_that_were_written(folder):
         np.testing.assert_array_equal(data.y_train[lists.train[k]], y)
         np.testing.assert_array_equal(data.x_test[lists.test[k]], x_test)
         np.testing.assert_array_equal(data.y_test[lists.test[k]], y_test)
+
+
+def test_a_folder_may_be_read_by_those_who_may_read_others(folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    assert folder.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])
@@ -99,12 +104,23 @@ def test_images_of_which_all_are_0_or_1_in_uint8_are_refused(tmp_path):
 
 def test_a_federation_keeps_its_name_and_that_it_is_a_text(tmp_path):
     codes, labels = np.arange(320, dtype=np.uint8).reshape(4, 80, 1, 1) % 90, np.arange(4)
-    text = Dataset("lines", codes, labels, codes, labels, num_classes=4, text=True)
+    speakers = np.array([0, 0, 1, 1])
+    text = Dataset("lines", codes, labels, codes, labels, 4, groups_train=speakers, groups_test=speakers, text=True)
     federation = Federation(text, Partition(([0, 1], [2, 3]), ([0, 1], [2, 3])))
     data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", federation)))
     assert (data.name, data.text) == ("lines", True)
     np.testing.assert_array_equal(data.x_train, codes)
     assert fp.load_dataset(str(fp.write_federation(tmp_path / "named", federation, name="mine"))).name == "mine"
+
+
+@pytest.mark.parametrize("lists", [([1, 0], [2, 3]), ([0], [1, 2, 3]), ([0, 1, 2, 3],)])
+def test_a_text_is_written_by_speaker(tmp_path, lists):
+    """Else windows follow each other that do not in the text, and validation windows could be read in training."""
+    codes, labels, speakers = np.zeros((4, 8, 1, 1), np.uint8), np.arange(4), np.array([0, 0, 1, 1])
+    for groups in ({"groups_train": speakers, "groups_test": speakers}, {}):
+        text = Dataset("lines", codes, labels, codes, labels, num_classes=4, text=True, **groups)
+        with pytest.raises(fp.UserError, match="a text is written by speaker: partition it by natural"):
+            fp.write_federation(tmp_path / "own", Federation(text, Partition(lists, lists)))
 
 
 def test_a_federation_from_disk_is_normalised_and_augmented_by_its_name(tmp_path):
@@ -135,12 +151,22 @@ def test_a_federation_with_an_empty_client_is_not_written(tmp_path):
         ({"num_classes": 2.5}, "num_classes must be a number of classes"),
         ({"class_names": 5}, "class_names must be a list of names"),
         ({"class_names": "ab"}, "class_names must be a list of names"),
+        ({"name": 5}, "name must be a text, not 5"),
         ({"class_names": ["a"]}, "class_names names 1 classes of"),
     ],
 )
 def test_classes_that_cannot_be_are_refused(tmp_path, options, sentence):
     with pytest.raises(fp.UserError, match=sentence):
         fp.write_federation(tmp_path / "own", client_samples(), **options)
+
+
+def test_class_names_may_be_an_array_but_not_those_of_a_federation(tmp_path):
+    names = np.array(["a", "b", "c"])
+    data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", client_samples(), class_names=names)))
+    assert data.class_names == ("a", "b", "c")
+    for options in ({"class_names": names}, {"num_classes": 5}):
+        with pytest.raises(fp.UserError, match="a federation has its own classes: drop num_classes and class_names"):
+            fp.write_federation(tmp_path / "again", fp.partition(data, "natural"), **options)
 
 
 @pytest.mark.parametrize("labels", [None, [2**33, 0, 1], [10**6, 0, 1]])
@@ -218,7 +244,18 @@ def test_inconsistent_files_are_refused_with_one_sentence(folder):
     ("clients", "sentence"),
     [
         ([], "there are no clients with samples"),
-        ([(np.zeros((2, 4, 4)), [0, 1]), (np.zeros((2, 4, 5)), [0, 1])], "samples of client 1 are float32 .4, 5, 1."),
+        (
+            [(np.zeros((2, 4, 4)), [0, 1]), (np.zeros((2, 4, 5)), [0, 1])],
+            "client 1, given as float64, are kept as float32 .4, 5, 1., .* the same size",
+        ),
+        (
+            [([np.zeros((4, 4)), np.zeros((4, 5))], [0, 1])],
+            "the array of train samples of client 0 holds samples of several sizes",
+        ),
+        (
+            [(np.eye(4, dtype=int)[None], [0]), (np.full((1, 4, 4), 9), [1])],
+            "1, given as int64, are kept as uint8 .* integers as uint8",
+        ),
         ([(np.zeros((2, 4, 4)), [0])], "labels of client 0 must be 2 integers"),
         ([(np.zeros((2, 4, 4)), [0, 1], np.zeros((2, 4, 4)), [])], "the test samples of client 0 have no labels"),
         ([(np.zeros((2, 4, 4)), [0, 5])], "labels run to 5, but there are 3 classes"),

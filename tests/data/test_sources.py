@@ -13,6 +13,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 import fedjax_pcdd as fp
+from fedjax_pcdd.api.data import LOADED
 from fedjax_pcdd.data import npz, sources
 from fedjax_pcdd.data.augment import Pipeline, pipeline
 from fedjax_pcdd.data.dataset import as_images, largest_groups, sampler, subset
@@ -47,6 +48,16 @@ def real_dataset(name):
 
 
 # Built in
+
+
+def test_data_from_outside_called_digits_is_taken_before_the_built_in_one(tmp_path, monkeypatch):
+    x, y = np.arange(48, dtype=np.uint8).reshape(3, 4, 4), [0, 1, 2]
+    fp.write_federation(tmp_path / "digits", [(x, y, x, y)])
+    assert sources.load("digits", tmp_path).x_train.shape == (3, 4, 4, 1)
+    assert LOADED[fp.load_dataset("digits", tmp_path)] == {"dataset": "digits", "data_dir": tmp_path}
+    monkeypatch.setitem(sources.LOADERS.data, "digits", lambda: fp.from_arrays(x[:2], y[:2], x, y))
+    assert len(sources.load("digits").y_train) == 2
+    assert len(sources.digits().y_train) == 1442
 
 
 def test_digits_are_split_by_class_about_80_to_20():
