@@ -17,6 +17,7 @@ from fedjax_pcdd.errors import UserError, as_path, in_one_line, is_there, neares
 
 TEST_SHARE = 0.2
 _TESTS = ("test", "validation", "val", "valid")
+_OTHERS = ("training", "testing", "tests", "eval", "dev")  # names of splits that are not known as such
 _IMAGES = ("image", "img", "x", "pixel_values")
 _LABELS = ("label", "labels", "fine_label", "y", "target")
 _LIBRARIES = ("torchvision", "medmnist")  # which take samples from their arrays as they are
@@ -184,14 +185,11 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
 
 
 def _check_classes(folders: Sequence[Path]) -> None:
-    """Raise a UserError if these folders are those of splits or domains: in each are the same folders and no images."""
-    if any(_visible(folder, Path.is_file) for folder in folders):
-        return
+    """Raise a UserError if a folder of splits lies where one of each class is expected, as `Training`."""
+    split = next((folder for folder in folders if folder.name.lower() in ("train", *_TESTS, *_OTHERS)), None)
     inner = [[below.name for below in _visible(folder, Path.is_dir)] for folder in folders]
-    if len(inner[0]) > 1 and all(names == inner[0] for names in inner):
-        both = " and in ".join(map(str, folders[:2]))
-        advice = "name the splits train and test, or put the images of each class straight into its folder."
-        raise UserError(f"there are no images but the same folders in {both}: {advice}")
+    if split and inner[0] and all(names == inner[0] for names in inner):
+        raise UserError(f"{split} has the folders of its neighbours, as a split has: name the splits train and test.")
 
 
 def _files(folder: Path) -> list[Path]:
