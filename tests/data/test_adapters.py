@@ -263,9 +263,7 @@ def test_splits_may_be_capitalised_and_other_names_of_them_are_no_classes(folder
     with pytest.raises(fp.UserError, match=r"/Test has the folders of its neighbours, as a split has: name the splits"):
         fp.from_folder(folder)
     shutil.rmtree(folder / "Training")
-    with pytest.raises(
-        fp.UserError, match=r"/Test has the folders of its neighbours, as a split has: name"
-    ):
+    with pytest.raises(fp.UserError, match=r"/Test has the folders of its neighbours, as a split has: name"):
         fp.from_folder(folder)
 
 
