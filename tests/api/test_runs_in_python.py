@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import types
@@ -64,6 +65,27 @@ def test_a_stopped_run_is_continued_and_loaded_to_the_same_bits(federation, unin
     assert_same(fp.load_run(folder), uninterrupted)
     with pytest.raises(fp.UserError, match=r"holds another run: `?mu`? was 0.1, not 0.2"):
         fp.simulate(federation, fp.FedProx(mu=0.2), rounds=3, run_dir=folder, resume=True, **SMALL)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_finished_run_whose_last_checkpoint_is_lost_is_not_mixed_with_an_older_round(
+    federation, uninterrupted, tmp_path, capsys, damaged
+):
+    settings = {"rounds": 3, "run_dir": tmp_path / "run", **SMALL}
+    fp.simulate(federation, fp.FedProx(mu=0.1), **settings)
+    last = tmp_path / "run" / "checkpoints" / "3"
+    if damaged:
+        largest = max((path for path in last.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:-5])
+    else:
+        shutil.rmtree(last)
+    with pytest.raises(fp.UserError, match="is finished, and the checkpoint of its last round is damaged or gone"):
+        fp.load_run(tmp_path / "run")
+    assert ("checkpoint of round 3 is damaged" in capsys.readouterr().err) == damaged
+    again = fp.simulate(federation, fp.FedProx(mu=0.1), resume=True, **settings)
+    assert_same(again, uninterrupted)
+    assert_same(fp.load_run(tmp_path / "run"), uninterrupted)
 
 
 @pytest.mark.thorough
