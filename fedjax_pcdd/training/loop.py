@@ -296,6 +296,8 @@ def loop(
             for report in () if run.stopped else runs.train():
                 interrupts.agree()
                 call_all(callbacks, run, report)
+                if run.stopped or runs.round == rounds:
+                    interrupts.agree()  # on a signal since the save, for which no further round would end the process
                 interrupts.end_after(runs.round)
                 if run.stopped:
                     break
