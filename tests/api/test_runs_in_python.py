@@ -1,5 +1,6 @@
 """Runs of the Python interface in folders that the command line shares; users' metrics; what is saved of a history."""
 
+import itertools
 import json
 import pickle
 import shutil
@@ -15,8 +16,11 @@ from flax import struct
 from flax.traverse_util import flatten_dict
 
 import fedjax_pcdd as fp
+from fedjax_pcdd.api.runs import run
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.training import loggers
+from fedjax_pcdd.data.lists import load_partition
+from fedjax_pcdd.training import loggers, loop
+from fedjax_pcdd.training.config import build
 
 SMALL = {"local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
 
@@ -463,3 +467,17 @@ def test_costs_of_a_round_leave_out_the_first_round(federation, tmp_path):
     assert summary["seconds_per_round"] == pytest.approx(np.median(seconds))
     assert summary["seconds_local"] == pytest.approx(np.mean(seconds))
     assert summary["samples_per_second"] * np.median(seconds) == pytest.approx(federation.sizes.sum())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_samples_per_second_are_those_of_the_timed_rounds(tmp_path, monkeypatch, rounds):
+    monkeypatch.setattr(loop, "perf_counter", itertools.count().__next__)  # a second between any two readings
+    there = tmp_path / "there.npz"
+    np.savez(there, probability=[[0, 0, 0], [1, 0, 0], [1, 0, 0]])
+    config, method = build(
+        {"clients": 3, "rounds": rounds, "run_dir": tmp_path / "run", "availability": str(there), "last_batch": "keep",
+         "train_samples": 120, "test_samples": 40, "min_samples": 1, "quiet": True, **SMALL}
+    )  # fmt: skip
+    rate = run(config, method)["samples_per_second"]
+    assert rate == (None if rounds == 1 else len(load_partition(tmp_path / "run" / "partition.npz").train[0]))
