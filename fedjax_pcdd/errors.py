@@ -149,6 +149,9 @@ def failed_write(error: Exception, path: Path, instead: str = RUN_DIR) -> Except
         return UserError(f"no space left on the disk of {path}: free some and {retry}.")
     if number == errno.EFBIG or "File too large" in str(error):
         return UserError(f"{path} became larger than a file may be here: raise that limit and {retry}.")
+    if re.fullmatch(r"\d+ requested and \d+ written", str(error)):  # NumPy's, without the system's number
+        full = "is full, or a limit on the size of files was reached: free some space or raise the limit"
+        return UserError(f"the disk of {path} {full}, and {retry}.")
     if number == errno.ELOOP:
         return UserError(f"{path} is a symbolic link, which nothing is written through: remove it.")
     if isinstance(error, OSError):

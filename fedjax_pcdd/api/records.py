@@ -26,7 +26,7 @@ from fedjax_pcdd.training.folder import SUMMARY, TRACK, Records, RunFolder, desc
 from fedjax_pcdd.training.hosts import agree
 from fedjax_pcdd.training.inputs import check_inputs, read_resolved, write_resolved
 from fedjax_pcdd.training.loop import Callback, Progress, Run
-from fedjax_pcdd.training.metrics import new_history
+from fedjax_pcdd.training.metrics import LAST, new_history
 from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
 from fedjax_pcdd.training.setup import NOTHING, Given, Setup
 from fedjax_pcdd.training.tracking import Tracking, names_of
@@ -264,18 +264,17 @@ class FolderRecord(Record):
         return summary
 
     def _cost(self, run: Run) -> Result:
-        seconds = np.array([row["seconds"] for row in run.history.rows])
-        typical = float(np.median(seconds[1:] if len(seconds) > 1 else seconds)) if len(seconds) else None
-        _, batches = run.simulation.jobs(0)
-        together = len(self.setup.pairs)
-        size = len(batches) // together
-        samples = sum(int((b >= 0).sum()) for b in batches[self.e * size : (self.e + 1) * size])
-        memory = peak_memory_mb()
+        rows = run.history.rows[1:] or run.history.rows
+        seconds = np.array([row["seconds"] for row in rows])
+        # Only of the last rounds, as counting draws their batches again. The median, as one of them may have compiled.
+        last = [(run.runs.samples(row["round"] - 1)[self.e], row["seconds"]) for row in rows[-LAST:]]
+        rates = [samples / duration for samples, duration in last if samples]
+        together, memory = len(self.setup.pairs), peak_memory_mb()
         return {
-            "seconds_per_round": typical,
-            "seconds_local": float(seconds[1:].mean()) if len(seconds) > 1 else typical,
+            "seconds_per_round": float(np.median(seconds)) if len(seconds) else None,
+            "seconds_local": float(seconds.mean()) if len(seconds) else None,
             "compile_seconds": self.setup.clock.seconds / together,
-            "samples_per_second": samples / typical if typical else None,
+            "samples_per_second": float(np.median(rates)) if rates else None,
             "peak_memory_mb": memory["host"],
             "device_peak_memory_mb": memory["device"],
             "wall_seconds": (time.perf_counter() - self.setup.started) / together,

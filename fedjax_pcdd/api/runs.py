@@ -41,6 +41,10 @@ from fedjax_pcdd.training.setup import Given, Pair
 from fedjax_pcdd.training.tasks import setup
 
 
+class LastRoundLost(UserError):
+    """A finished run has no intact checkpoint of its last round; a resume trains it again."""
+
+
 def warn(sentence: str) -> None:
     """Show a sentence to the user of the Python interface, as a warning."""
     warnings.warn(spelled(sentence), stacklevel=3)
@@ -292,7 +296,7 @@ def load_run(folder: str | Path, **objects: Any) -> History:
       objects: `federation`, `model` and `pipeline`, if `simulate` was given ones that no option describes.
 
     Raises:
-      UserError: there is no run, no intact checkpoint, or an object is missing.
+      UserError: there is no run, no intact checkpoint (of a finished run: of its last round), or an object is missing.
     """
     files = RunFolder(as_path(folder, "folder"))
     for _ in range(2):
@@ -319,12 +323,15 @@ def _loaded(files: RunFolder, objects: Mapping[str, Any]) -> History:
         )
     if restored is None:
         raise UserError(f"{files.path} has no checkpoint left, or none yet: resume it, which then begins anew.")
+    summary = files.summary() or {}
+    if summary.get("rounds", 0) > restored.round:
+        lost = "is finished, and the checkpoint of its last round is damaged or gone: resume it."
+        raise LastRoundLost(f"{files.path} {lost}")
     resolved = restored.history.get("resolved", {})
     check_given(resolved.get("given", ()), request.given, files.path)
     check_inputs(resolved.get("inputs"), prepared.inputs(0, config, request.method), files.path, warn)
     rows = with_clients(files.rows(rounds=restored.round)[: restored.round], clients_in(files))
     state = start._replace(servers=restored.server[0], clients=restored.clients[0], statistics=restored.clients[1])
-    summary = files.summary() or {}
     return History(
         short_name(config.method), prepared.methods[0], prepared.federations[0], config, rows, state, summary,
         prepared.simulation, request.given,

@@ -5,6 +5,7 @@ Letters: K clients, C classes, T rounds.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from fedjax_pcdd import methods
 from fedjax_pcdd.api.data import DRAWN, LOADED, partition
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, unmeasured
-from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded, warn
+from fedjax_pcdd.api.runs import LastRoundLost, check_same, clients_in, finished, history_of, load_run, recorded, warn
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, is_there, nearest, shortened
@@ -168,10 +169,11 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     continued = recorded(folder, objects)
     check_same((continued.config, continued.method), (config, method), folder)
     if is_there(folder / SUMMARY):
-        history = load_run(folder, **objects)
-        for sentence in unmeasured(asked.callbacks, history.rows):
-            warn(sentence)
-        return replace(history, label=label) if label else history
+        with suppress(LastRoundLost):
+            history = load_run(folder, **objects)
+            for sentence in unmeasured(asked.callbacks, history.rows):
+                warn(sentence)
+            return replace(history, label=label) if label else history
     return finished(continued._replace(callbacks=asked.callbacks, last=asked.last), label)
 
 

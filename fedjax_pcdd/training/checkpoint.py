@@ -308,8 +308,9 @@ class Checkpoints:
             except Exception as error:
                 damaged[round] = damage(error)
                 continue
+            use = "continuing from" if self._writes else "using"
             for bad, reason in damaged.items():
-                self._say(f"checkpoint of round {bad} is damaged ({reason}): continuing from round {round}")
+                self._say(f"checkpoint of round {bad} is damaged ({reason}): {use} round {round}")
             trees = {part: fill(part, template, arrays[part]) for part, template in templates.items()}
             self._logs_all = not logged
             if logged:

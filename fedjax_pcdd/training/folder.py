@@ -2,7 +2,8 @@
 
 config.yaml    the whole configuration
 metrics.jsonl  one line per round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
-clients.jsonl  PA of every client (if more than 10 000, of those that trained), one line per evaluated round
+clients.jsonl  PA of every client (if more than 10 000, of those that trained since the line before), one line per
+               evaluated round
 summary.json   the result
 curves.png     GA, PA and loss over the rounds
 track.jsonl    the quantities that `track` names, one line per tracked round; drawn as track_<name>.png
@@ -272,9 +273,21 @@ class Records(Callback):
         row = run.history.rows[-1]
         self.folder.append(row)
         if row["ga"] is not None:
-            pa, trained = run.history.pa_clients, report.jobs.row[report.jobs.steps > 0]
-            accuracies = {"pa_per_client": pa} if len(pa) <= MOST_WRITTEN else {"clients": trained, "pa": pa[trained]}
+            pa = run.history.pa_clients
+            if len(pa) <= MOST_WRITTEN:
+                accuracies = {"pa_per_client": pa}
+            else:
+                trained = _trained(run, report)
+                accuracies = {"clients": trained, "pa": pa[trained]}
             self.folder.append({"round": run.round, **accuracies}, CLIENTS)
+
+
+def _trained(run: Run, report: RoundReport) -> np.ndarray:
+    """The clients that trained since the evaluated round before this one [n]; what drew them draws them again."""
+    evaluated = (row["round"] for row in reversed(run.history.rows[:-1]) if row["ga"] is not None)
+    cohorts = [run.simulation.clients_of(r)[run.index] for r in range(next(evaluated, 0), run.round - 1)]
+    earlier = [cohort[run.simulation.steps[run.index, cohort] > 0] for cohort in cohorts]
+    return np.unique(np.concatenate([*earlier, report.jobs.row[report.jobs.steps > 0]]))
 
 
 def describe_machine() -> dict[str, Any]:

@@ -182,6 +182,7 @@ class Runs:
         self._counts: tuple[int, bool, Evaluation, float] | None = None
         self._finite: tuple[int, list[str | None]] = -1, []
         self._rows = np.zeros(0, int)  # of the clients in the last round's cohort
+        self._samples: dict[int, list[int]] = {}  # of rounds that were asked for
         self._members = [Run(self, e, progress) for e, progress in enumerate(since)]
 
     def __len__(self) -> int:
@@ -221,6 +222,13 @@ class Runs:
             counts = jax.tree.map(np.array, jax.device_get(self.simulation.evaluate(self.state, personal=personal)))
             cached = self._counts = self.round, personal, counts, (perf_counter() - start_time) / len(self)
         return cached[2:]
+
+    def samples(self, round: int) -> list[int]:
+        """Training samples that each experiment sees in a round [E], counted once for all of them."""
+        if round not in self._samples:
+            seen = np.array([(batches >= 0).sum() for batches in self.simulation.jobs(round)[1]])
+            self._samples[round] = seen.reshape(len(self), -1).sum(1).tolist()
+        return self._samples[round]
 
     def not_finite(self) -> list[str | None]:
         """As `Run.not_finite`, for each experiment [E]; checked once per round."""
@@ -296,6 +304,8 @@ def loop(
             for report in () if run.stopped else runs.train():
                 interrupts.agree()
                 call_all(callbacks, run, report)
+                if run.stopped or runs.round == rounds:
+                    interrupts.agree()  # on a signal since the save, for which no further round would end the process
                 interrupts.end_after(runs.round)
                 if run.stopped:
                     break

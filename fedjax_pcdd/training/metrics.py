@@ -28,7 +28,7 @@ CHOSEN_BY = dict(
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 """Entries of a summary that a table of several summaries shows."""
 CLIENTS = ("pa_clients", "best_pa_clients", "ga_of_best", "ga_clients")
-MOST_WRITTEN = 10_000  # clients; with more, a run writes only the accuracies that changed
+MOST_WRITTEN = 10_000  # clients; with more, a run writes only the accuracies of those that trained
 
 
 def accuracy(correct: np.ndarray, samples: np.ndarray | int) -> np.ndarray:

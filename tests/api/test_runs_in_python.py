@@ -1,7 +1,9 @@
 """Runs of the Python interface in folders that the command line shares; users' metrics; what is saved of a history."""
 
+import itertools
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import types
@@ -14,8 +16,11 @@ from flax import struct
 from flax.traverse_util import flatten_dict
 
 import fedjax_pcdd as fp
+from fedjax_pcdd.api.runs import run
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.training import loggers
+from fedjax_pcdd.data.lists import load_partition
+from fedjax_pcdd.training import loggers, loop
+from fedjax_pcdd.training.config import build
 
 SMALL = {"local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
 
@@ -64,6 +69,27 @@ def test_a_stopped_run_is_continued_and_loaded_to_the_same_bits(federation, unin
     assert_same(fp.load_run(folder), uninterrupted)
     with pytest.raises(fp.UserError, match=r"holds another run: `?mu`? was 0.1, not 0.2"):
         fp.simulate(federation, fp.FedProx(mu=0.2), rounds=3, run_dir=folder, resume=True, **SMALL)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_finished_run_whose_last_checkpoint_is_lost_is_not_mixed_with_an_older_round(
+    federation, uninterrupted, tmp_path, capsys, damaged
+):
+    settings = {"rounds": 3, "run_dir": tmp_path / "run", **SMALL}
+    fp.simulate(federation, fp.FedProx(mu=0.1), **settings)
+    last = tmp_path / "run" / "checkpoints" / "3"
+    if damaged:
+        largest = max((path for path in last.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:-5])
+    else:
+        shutil.rmtree(last)
+    with pytest.raises(fp.UserError, match="is finished, and the checkpoint of its last round is damaged or gone"):
+        fp.load_run(tmp_path / "run")
+    assert ("checkpoint of round 3 is damaged" in capsys.readouterr().err) == damaged
+    again = fp.simulate(federation, fp.FedProx(mu=0.1), resume=True, **settings)
+    assert_same(again, uninterrupted)
+    assert_same(fp.load_run(tmp_path / "run"), uninterrupted)
 
 
 @pytest.mark.thorough
@@ -441,3 +467,17 @@ def test_costs_of_a_round_leave_out_the_first_round(federation, tmp_path):
     assert summary["seconds_per_round"] == pytest.approx(np.median(seconds))
     assert summary["seconds_local"] == pytest.approx(np.mean(seconds))
     assert summary["samples_per_second"] * np.median(seconds) == pytest.approx(federation.sizes.sum())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_samples_per_second_are_those_of_the_timed_rounds(tmp_path, monkeypatch, rounds):
+    monkeypatch.setattr(loop, "perf_counter", itertools.count().__next__)  # a second between any two readings
+    there = tmp_path / "there.npz"
+    np.savez(there, probability=[[0, 0, 0], [1, 0, 0], [1, 0, 0]])
+    config, method = build(
+        {"clients": 3, "rounds": rounds, "run_dir": tmp_path / "run", "availability": str(there), "last_batch": "keep",
+         "train_samples": 120, "test_samples": 40, "min_samples": 1, "quiet": True, **SMALL}
+    )  # fmt: skip
+    rate = run(config, method)["samples_per_second"]
+    assert rate == (None if rounds == 1 else len(load_partition(tmp_path / "run" / "partition.npz").train[0]))

@@ -38,6 +38,7 @@ from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.training import inputs
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.finite import not_finite
+from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.loop import Callback
 from fedjax_pcdd.training.presets import read_run
 
@@ -547,6 +548,18 @@ def test_deleted_lines_of_clients_jsonl_are_reported(folder, capsys):
     (folder / "clients.jsonl").unlink()
     resume(folder)
     assert "clients.jsonl has lost the accuracies of the clients in round 1, 2." in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_of_many_clients_a_line_has_all_that_trained_since_the_one_before_also_after_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedjax_pcdd.training.folder.MOST_WRITTEN", 2)
+    run(*build(OPTIONS | {"cohort": 1, "run_dir": tmp_path / "every"}))
+    begin(tmp_path / "third", cohort=1, eval_every=3)
+    resume(tmp_path / "third")
+    every, third = (RunFolder(tmp_path / name).rows("clients.jsonl") for name in ("every", "third"))
+    known = {k: pa for line in every[:3] for k, pa in zip(line["clients"], line["pa"], strict=True)}
+    assert len(known) > 1
+    assert third == [{"round": 3, "clients": sorted(known), "pa": [known[k] for k in sorted(known)]}, every[3]]
 
 
 @pytest.mark.thorough

@@ -11,11 +11,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import toy
 from commands import results, resumed, start, undisturbed, wait_for_rounds
 from jax.experimental import multihost_utils
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.training import interrupts
+from fedjax_pcdd.training.loop import loop
 
 OPTIONS = [
     "--method=scaffold", "--clients=3", "--rounds=20000", "--local-epochs=1", "--batch-size=16", "--lanes=1", "--quiet",
@@ -79,6 +81,24 @@ def test_a_signal_in_the_round_in_which_a_callback_ends_the_run_ends_the_process
     assert not (tmp_path / "run" / "summary.json").exists()
     history = fp.resume(tmp_path / "run", federation=federation)
     assert (len(history), history.summary["rounds"]) == (1, 1)
+
+
+class Signal(fp.Callback):
+    """Sends a signal after a round is saved, and ends the run if asked to."""
+
+    def __init__(self, ends):
+        self.ends = ends
+
+    def on_round(self, run, report):
+        signal.raise_signal(signal.SIGTERM)
+        return self.ends
+
+
+@pytest.mark.parametrize(("rounds", "ends"), [(1, False), (3, True)])
+def test_a_signal_after_the_last_round_is_saved_ends_the_process_before_fine_tuning(rounds, ends):
+    simulated = toy.simulation()
+    with interrupts.watch(60), pytest.raises(interrupts.Interrupted, match="round 1 is saved"):
+        loop(simulated, simulated.start(), rounds, [Signal(ends)])
 
 
 def test_a_signal_outside_of_rounds_ends_the_run_at_once():

@@ -318,6 +318,8 @@ def test_a_checkpoint_in_the_folder_of_another_round_is_noticed(tmp_path, opened
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, opened, sentences, damage):
     save(opened(), 1, 2, 3)
     damage(tmp_path / "3")
+    assert opened(read_only=True).restore(server(0), clients(0)).round == 2
+    assert sentences.pop().endswith("): using round 2")
     restored = opened().restore(server(0), clients(0))
     assert restored.round == 2
     assert same_bits(restored.server, server(2))

@@ -178,6 +178,15 @@ def test_the_error_of_a_full_disk_says_what_to_do(tmp_path, number, advice):
     assert f"{advice} and try again." in str(failed_write(error, tmp_path, "another `output`"))
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has such a file")
+def test_an_array_that_numpy_cannot_write_to_its_end_is_told_as_a_full_disk(tmp_path):
+    with pytest.raises(OSError, match="100000 requested and 0 written") as caught:
+        np.zeros(100_000).tofile("/dev/full")
+    sentence = str(failed_write(caught.value, tmp_path))
+    assert sentence.startswith(f"the disk of {tmp_path} is full, or a limit on the size of files was reached: ")
+    assert sentence.endswith("and resume the run.")
+
+
 def test_a_missing_json_file_reads_as_none(folder):
     assert folder.read_json("resolved.json") is None
 
