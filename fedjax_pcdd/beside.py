@@ -28,7 +28,9 @@ def imported_files(file: Path) -> dict[Path, str]:
         importing = unread.pop()
         for level, parts in _imports(importing):
             folder, parts = _absolute(level, parts, importing, file)
-            for path in () if folder is None else _files_of(folder, parts):
+            if folder is None:
+                continue
+            for path in _files_of(folder, parts):
                 if path not in names and path != file:
                     names[path] = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
                     unread.append(path)
