@@ -20,7 +20,8 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -171,15 +172,23 @@ def train(
     """`api.sweep.run_stages` with what a command adds: signals, its origin, and a bar and advice unless quiet."""
     with starting():
         from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
-        from fedjax_pcdd.training import interrupts
+
+    reporters: Any = {"failed": _failed, "say": (lambda text: None) if quiet else _say}
+    console = Console(quiet=True) if quiet else CONSOLE
+    with stopped_by_signals():
+        return sweep.run_stages(
+            steps, results, folder, together, console=console, origin=_origin, before=before, **reporters
+        )
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """A context in which a signal lets rounds end and be saved; the sentence is that the same command continues."""
+    from fedjax_pcdd.training import interrupts
 
     try:
         with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):
-            reporters: Any = {"failed": _failed, "say": (lambda text: None) if quiet else _say}
-            console = Console(quiet=True) if quiet else CONSOLE
-            return sweep.run_stages(
-                steps, results, folder, together, console=console, origin=_origin, before=before, **reporters
-            )
+            yield
     except KeyboardInterrupt as stop:
         stop.args = ("the same command continues.",)
         raise

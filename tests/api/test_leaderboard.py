@@ -1,6 +1,7 @@
 """The leaderboard: equally many trials per method, chosen on validation samples; nothing runs twice; its ranks."""
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ from scipy.stats import rankdata, ttest_1samp
 
 from fedjax_pcdd.analysis.ranks import cliques, ranks
 from fedjax_pcdd.api import leaderboard
+from fedjax_pcdd.cli import leaderboard as cli_leaderboard
 from fedjax_pcdd.cli.leaderboard import _ranking
 from fedjax_pcdd.cli.main import main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.training import interrupts
 from fedjax_pcdd.training.options import configure
 
 METHOD_CODE = """
@@ -165,6 +168,28 @@ def test_mistakes_are_said_before_anything_runs(folder, capsys):
     assert main(command(folder, "--split=dri")) == 2
     assert capsys.readouterr().err == "--split names no split of the plan by 'dri': did you mean 'dir'?\n"
     assert main(["leaderboard", f"--plan={folder}/mine.py"]) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_signal_ends_a_leaderboard_and_its_workers_once_the_round_is_saved(tmp_path, monkeypatch, capsys, workers):
+    def cell_in_which_a_signal_comes(*_):
+        with interrupts.rounds():
+            signal.raise_signal(signal.SIGTERM)
+            interrupts.end_after(int(interrupts.pending(3) is not None))
+        return RESULT
+
+    def wait_for_workers(*_):
+        signal.raise_signal(signal.SIGTERM)
+
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    monkeypatch.setattr(leaderboard, "run_cell", cell_in_which_a_signal_comes)
+    monkeypatch.setattr(cli_leaderboard, "processes", wait_for_workers)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert main(command(tmp_path, "--method=fedavg", f"--workers={workers}")) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "stopped; the same command continues.\n"
 
 
 @pytest.mark.parametrize("method", METHODS)
