@@ -56,7 +56,7 @@ def _main(argv: Sequence[str]) -> int:
     search = Search(options, results, metric=settings["metric"], seed=settings["search_seed"])
     if search.on_test and not quiet:
         print(f"warning: {sentence(ON_TEST)}", file=sys.stderr)
-    stages, standings = search.stages(settings["trials"], settings["together"]), []
+    stages, standings = search.stages(settings["trials"], settings["together"], settings["sweep_dir"]), []
 
     def before(sweep: "Sweep", folder: Path) -> bool:
         standings.extend(sweep.standings())

@@ -11,6 +11,8 @@ from fedjax_pcdd.api import sweep_folder
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.cli.search import search_main
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.config import dump
+from fedjax_pcdd.training.options import configure
 
 pytest.importorskip("optuna")
 DRAWS_PICTURES = True
@@ -38,6 +40,21 @@ def test_an_interrupted_search_makes_the_same_suggestions():
     assert len(earlier_results) == 18
     assert made_up_search(16, earlier_results)[0].trials == uninterrupted.trials
     assert made_up_search(16, seed=1)[0].trials != uninterrupted.trials
+
+
+@pytest.mark.parametrize("together", [1, 5])
+def test_trials_that_have_begun_keep_their_options_when_an_earlier_one_that_failed_succeeds(tmp_path, together):
+    def searched(failed, together=1):
+        search = Search(SPACE | {"mu": "0.10,1,1e1"}, results := {})
+        for stage in search.stages(13, together, tmp_path):
+            for run in stage:
+                (tmp_path / run.name).mkdir(exist_ok=True)
+                (tmp_path / run.name / "config.yaml").write_text(dump(*configure(run.given)))
+                results[run.name] = {} if run.group in failed else {"ga_best": float(run.given["lr"])}
+        return search.trials
+
+    first = searched(["trial-001", "trial-003", "trial-005"])
+    assert searched([], together) == first
 
 
 @pytest.mark.thorough
