@@ -127,5 +127,8 @@ def run_stages(
             break
         experiments += [experiment._replace(earlier=earlier.get(experiment.name)) for experiment in stage]
         rounds = {name: request.config.rounds for name, request in stage_sweep.left.items()}
-        results |= stage_sweep.run(SweepBar(rounds, console, cell), together)
+        results |= (outcomes := stage_sweep.run(SweepBar(rounds, console, cell), together))
+        if present is not None:  # a later stage may have the same runs
+            done = [name for name, outcome in outcomes.items() if isinstance(outcome, dict)]
+            present |= {content_of(*planned[name][:2]): earlier.get(name, name) for name in done}
     return folder or Path(), experiments
