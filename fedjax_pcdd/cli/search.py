@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from fedjax_pcdd.api.grid import SEARCH
 from fedjax_pcdd.cli.messages import flag, guarded, sentence, starting
 from fedjax_pcdd.cli.options import scan
-from fedjax_pcdd.cli.sweep import CONSOLE, conclude, of_what_has_begun, own_options, status, train
+from fedjax_pcdd.cli.sweep import CONSOLE, all_over, conclude, of_what_has_begun, own_options, status, train
 from fedjax_pcdd.report.tables import terminal
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import Option, convert
 
 if TYPE_CHECKING:
-    from fedjax_pcdd.api.sweep_folder import Sweep
+    from fedjax_pcdd.api.sweep_folder import Standing, Sweep
 
 OPTIONS = {**SEARCH, "sweep_dir": Option("sweep_dir", Path, True, None), "status": Option("status", bool, False, False)}
 HELP = f"""{__doc__}
@@ -56,12 +56,12 @@ def _main(argv: Sequence[str]) -> int:
     search = Search(options, results, metric=settings["metric"], seed=settings["search_seed"])
     if search.on_test and not quiet:
         print(f"warning: {sentence(ON_TEST)}", file=sys.stderr)
-    stages, standings = search.stages(settings["trials"], settings["together"], settings["sweep_dir"]), []
+    standings: list[Standing] = []
 
     def before(sweep: "Sweep", folder: Path) -> bool:
-        standings.extend(sweep.standings())
-        return not (settings["status"] and sweep.left)
+        return not settings["status"] or all_over(sweep, standings, results)
 
+    stages = search.stages(settings["trials"], settings["together"], settings["sweep_dir"])
     folder, _ = train(stages, results, settings["sweep_dir"], before=before, quiet=quiet)
     if settings["status"]:
         CONSOLE.print(terminal(status(standings)))

@@ -110,20 +110,23 @@ def _main(argv: Sequence[str]) -> int:
     if of_what_has_begun(options, settings):
         return 0
 
+    standings: list[Standing] = []
+
     def before(stage_sweep: "Sweep", folder: Path) -> bool:
         if settings["status"]:
-            CONSOLE.print(terminal(status(stage_sweep.standings())))
-        elif stage_sweep.left and not results and (settings["workers"] > 1 or settings["launcher"] != "processes"):
+            return all_over(stage_sweep, standings, results)
+        if stage_sweep.left and not results and (settings["workers"] > 1 or settings["launcher"] != "processes"):
             from fedjax_pcdd.api.programs import MOST
             from fedjax_pcdd.training.folder import CLAIMS
 
             share = most or min(MOST, math.ceil(len(stage_sweep.left) / settings["workers"]))
             command = [sys.executable, "-m", "fedjax_pcdd", "sweep", *words, f"--sweep-dir={folder}"]
             launch([*command, f"--together={share}"], folder / CLAIMS, settings, slurm)
-        return not settings["status"]
+        return True
 
     folder, experiments = train(stages(options, results), results, settings["sweep_dir"], most, before, quiet=quiet)
     if settings["status"]:
+        CONSOLE.print(terminal(status(standings)))
         return 0
     return conclude(folder, summarise(experiments, results), quiet=quiet)
 
@@ -233,6 +236,18 @@ def status(standings: Sequence["Standing"]) -> Table:
     counts = Counter(run.state for run in standings)
     title = ", ".join(f"{counts[state]} {state}" for state in ("done", "running", "waiting", "failed"))
     return texts(title, ("experiment", "state", "rounds", "to go", "by"), lines, left=("state", "by"))
+
+
+def all_over(part: "Sweep", standings: list["Standing"], results: dict[str, Any]) -> bool:
+    """Add the progress of a stage; whether all of it is over, so that a status goes on to what follows from it.
+
+    What has failed counts as such, and is not tried again.
+    """
+    standings += (found := part.standings())
+    results |= {run.name: None for run in found if run.state == "failed"}
+    if over := part.left.keys() <= results.keys():
+        part.left.clear()
+    return over
 
 
 def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Sequence[str]) -> None:

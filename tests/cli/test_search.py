@@ -1,6 +1,7 @@
 """Searches: their space, suggestions that do not change after an interruption, trials that are not run again."""
 
 import csv
+import json
 import math
 import sys
 
@@ -142,6 +143,27 @@ def test_a_search_of_the_command_line_is_continued_from_python(tmp_path, monkeyp
     status = capsys.readouterr().out
     assert "2 done, 0 running, 1 waiting, 0 failed" in status  # the third is suggested, as nothing was written of it
     assert sorted(folder.iterdir()) == before
+
+
+def test_the_status_of_a_search_shows_what_was_suggested_after_a_failed_trial(tmp_path, monkeypatch, capsys):
+    def train(config, method, *_, **__):
+        config.run_dir.mkdir()
+        (config.run_dir / "config.yaml").write_text(dump(config, method))
+        if config.run_dir.name == "trial-001":
+            raise UserError("it diverged.")
+        summary = {"method": "fedavg", "rounds": 1, "ga_best": 0.5, "ga_validation_best": 0.5}
+        (config.run_dir / "summary.json").write_text(json.dumps(summary))
+        return summary
+
+    argv = [*(f"--{name.replace('_', '-')}={text}" for name, text in SMALL.items()), f"--sweep-dir={tmp_path}"]
+    monkeypatch.setattr(sweep_folder, "run", train)
+    assert search_main([*argv, "--trials=3"]) == 1
+    monkeypatch.setattr(sweep_folder, "run", lambda *_, **__: pytest.fail("a status trains nothing"))
+    capsys.readouterr()
+    assert search_main([*argv, "--trials=3", "--status"]) == 0
+    assert "2 done, 0 running, 0 waiting, 1 failed" in capsys.readouterr().out
+    assert search_main([*argv, "--trials=4", "--status"]) == 0
+    assert "2 done, 0 running, 1 waiting, 1 failed" in capsys.readouterr().out
 
 
 def test_a_search_on_test_samples_warns(tmp_path):

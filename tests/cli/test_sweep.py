@@ -151,21 +151,28 @@ def test_later_stages_are_named_by_what_was_chosen_before(tmp_path, best):
     assert names[1] == [f"fedmr-mu1={best}-mu2={mu2}-s3" for mu2 in (3, 4)]
 
 
-def test_a_run_of_a_presets_grid_that_two_stages_have_is_trained_once(tmp_path, monkeypatch):
+def test_a_run_of_a_presets_grid_that_two_stages_have_is_trained_once(tmp_path, monkeypatch, capsys):
     def train(config, method, *_, **__):
         trained.append((method.mu1, method.mu2))
         config.run_dir.mkdir(parents=True)
         (config.run_dir / "config.yaml").write_text(dump(config, method))
+        (config.run_dir / "metrics.jsonl").write_text('{"round": 1, "ga": null, "pa": null}\n')
         summary = dict.fromkeys(MEASURES, method.mu1) | {"method": "fedmr", "rounds": config.rounds}
         (config.run_dir / "summary.json").write_text(json.dumps(summary))
         return summary
 
     trained = []
-    (tmp_path / "a.yaml").write_text(PRESET.replace("mu2: 0.5", "mu2: 3"))
+    (tmp_path / "a.yaml").write_text(PRESET.replace("mu2: 0.5", "mu2: 3").replace("digits}", "digits, rounds: 1}"))
     monkeypatch.setattr(sweep_folder, "run", train)
     results = fp.sweep({"preset": tmp_path / "a.yaml", "method": "fedmr"}, folder=tmp_path / "sweep", together=1)
     assert trained == [(1, 3), (2, 3), (2, 4)]
     assert results["fedmr-mu1=2-mu2=3"] == results["fedmr-mu1=2"]
+    argv = [f"--preset={tmp_path / 'a.yaml'}", "--method=fedmr", f"--sweep-dir={tmp_path / 'sweep'}", "--status"]
+    assert sweep_main(argv) == 0
+    assert "4 done, 0 running, 0 waiting" in capsys.readouterr().out  # of both stages
+    shutil.rmtree(tmp_path / "sweep/fedmr-mu1=2-mu2=4")
+    assert sweep_main(argv) == 0
+    assert "3 done, 0 running, 1 waiting" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "values"), [("select_on", "test,validation"), ("select_by", "plain,balanced")])
