@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedjax_pcdd.api.grid import SEARCH
+from fedjax_pcdd.cli.help import information
 from fedjax_pcdd.cli.messages import flag, guarded, sentence, starting
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.sweep import CONSOLE, all_over, conclude, of_what_has_begun, own_options, status, train
@@ -44,8 +45,8 @@ def search_main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     with starting():
         options = scan(argv)
-    if "help" in options:
-        print(HELP)
+    if text := HELP if "help" in options else information(options):
+        print(text)
         return 0
     settings, results = own_options(options, OPTIONS), {}
     quiet = convert(RUN["quiet"], options.get("quiet", "false"))

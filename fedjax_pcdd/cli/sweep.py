@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
+from fedjax_pcdd.cli.help import information
 from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence, starting
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
@@ -98,8 +99,8 @@ def _main(argv: Sequence[str]) -> int:
     slurm = [word for word in argv if word.startswith("--slurm.")]
     with starting():
         options = scan([word for word in argv if word not in slurm])
-    if "help" in options:
-        print(HELP)
+    if text := HELP if "help" in options else information(options):
+        print(text)
         return 0
     settings, results = own_options(options, OPTIONS), {}
     quiet = convert(RUN["quiet"], options.get("quiet", "false"))

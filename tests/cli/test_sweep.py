@@ -532,6 +532,15 @@ def test_a_folder_alone_shows_its_status_and_trains_nothing(swept, capsys, main)
     assert "repeat that one, or ask for --status" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("main", "more"), [(sweep_main, ["--seed=0:2"]), (search_main, ["--lr=0.1,0.2"])])
+def test_a_list_of_what_there_is_trains_nothing(tmp_path, capsys, main, more):
+    assert main([*SMALL, *more, f"--sweep-dir={tmp_path / 'sweep'}", "--list-datasets"]) == 0
+    assert "digits" in capsys.readouterr().out
+    assert not (tmp_path / "sweep").exists()
+    with pytest.raises(UserError, match="list_methods is for the command line: drop it"):
+        (fp.sweep if main is sweep_main else fp.search)({"list_methods": True, "lr": [0.1, 0.2]}, folder=tmp_path / "a")
+
+
 @pytest.mark.parametrize("main", [sweep_main, run_main])
 def test_tracking_of_what_is_finished_is_said_to_record_nothing(swept, capsys, main):
     capsys.readouterr()
@@ -771,6 +780,8 @@ def test_a_sweep_takes_the_method_of_its_preset(tmp_path):
 def test_options_whose_values_contain_commas_take_one_value():
     with pytest.raises(UserError, match="takes one value in a sweep"):
         fp.sweep({"lr_steps": ["10", "20"]})
+    with pytest.raises(UserError, match="layers takes one value in a sweep"):
+        fp.sweep({"method": ["fedgela", "FedPer"], "layers": ["head", "backbone/fc2"]})
     assert values_of("loggers", "a.py:A,b.py:B") == ["a.py:A,b.py:B"]
 
 
