@@ -514,7 +514,8 @@ def test_a_continued_run_may_track_further_quantities(run_folder):
             "--seed was 3 in this run, not 4, --mu1 was 0.2 in this run, not 0.1: resume without",
         ),
         (["--method=fedavg"], "--method was fedmr in this run, not fedavg: resume without it"),
-        (["--ew=1"], "--ew belongs to fedgela, not to fedmr: drop it or use --method=fedgela."),
+        (["--local-steps=5"], "--local-steps was None in this run, not 5: resume without it"),
+        (["--ew=1"], "--ew belongs to fedgela, not to fedmr: drop it."),
         (["--run-dir=x"], "--resume continues a run as it was started: drop --run-dir."),
     ],
 )
