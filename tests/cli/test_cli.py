@@ -559,3 +559,15 @@ def test_names_of_options_may_be_written_in_capitals():
         "batch_size": "7",
         "retry": "false",
     }
+
+
+@pytest.mark.parametrize("word", ["--version", "--help"])
+def test_what_cannot_be_printed_is_one_sentence(word):
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "fedjax_pcdd", word]
+        completed = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=commands.ROOT, env=buffered
+        )
+    assert completed.returncode == 2
+    assert completed.stderr == "what is printed cannot be written (No space left on device): put that right.\n"
