@@ -64,6 +64,8 @@ def _act(options: Options, argv: Sequence[str]) -> None:
         from fedjax_pcdd import methods
         from fedjax_pcdd.api import leaderboard  # JAX programs are not needed for the help and for mistakes
 
+    if options.status and options.page:
+        raise UserError("writes the tables, and `status` shows one line: give one of them.", field="page")
     path = options.plan or leaderboard.PLAN
     plan = leaderboard.read_plan(path)
     written = [in_any_case(name.strip(), methods.METHODS) for name in (options.method or "").split(",")]
@@ -126,7 +128,7 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
 
 
 def _chosen(option: str, text: str | None, available: Sequence[str]) -> list[str]:
-    names = list(available) if text is None else text.split(",")
+    names = list(available) if text is None else list(dict.fromkeys(map(str.strip, text.split(","))))
     for name in names:
         if name not in available:
             raise UserError(f"names no {option} of the plan by '{name}': {nearest(name, available)}", field=option)

@@ -163,6 +163,18 @@ def test_a_ranking_over_no_splits_is_left_out(tmp_path):
     assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3)), []) == []
 
 
+def test_a_name_that_is_written_twice_counts_once(tmp_path, capsys):
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    assert main(command(tmp_path, "--method=fedavg", "--split=dir, dir", "--network=mlp,mlp", "--status")) == 0
+    assert capsys.readouterr().out == "0 of 1 cells have a result.\n"
+
+
+def test_a_page_and_the_status_are_not_asked_for_together(tmp_path, capsys):
+    assert main(["leaderboard", "--status", f"--page={tmp_path / 'page.md'}"]) == 2
+    sentence = "--page writes the tables, and --status shows one line: give one of them.\n"
+    assert capsys.readouterr().err == sentence
+
+
 @pytest.mark.thorough
 def test_mistakes_are_said_before_anything_runs(folder, capsys):
     assert main(command(folder, "--split=dri")) == 2
