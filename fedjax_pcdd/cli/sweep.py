@@ -221,11 +221,11 @@ def _origin(experiment: Experiment) -> dict[str, Any]:
 
 
 def _failed(name: str, error: UserError) -> None:
-    CONSOLE.print(f"{name}: {sentence(error.sentence)}", markup=False)
+    print(f"{name}: {sentence(error.sentence)}", file=sys.stderr)
 
 
 def _say(text: str) -> None:
-    CONSOLE.print(f"warning: {sentence(text)}", markup=False)
+    print(f"warning: {sentence(text)}", file=sys.stderr)
 
 
 def status(standings: Sequence["Standing"]) -> Table:

@@ -145,7 +145,7 @@ def test_a_sweep_does_not_mix_results_on_different_data(tmp_path, capsys):
     options += ["--lanes=1", "--fine-tune-epochs=0", "--partition=iid", f"--sweep-dir={tmp_path / 'sweep'}"]
     assert sweep_main([*options, f"--data-dir={tmp_path / 'a'}", "--seed=0"]) == 0
     assert sweep_main([*options, f"--data-dir={tmp_path / 'b'}", "--seed=0:2"]) == 1
-    assert "s1: the data set is not the one that" in capsys.readouterr().out.replace("\n", " ")
+    assert "s1: the data set is not the one that" in capsys.readouterr().err
     assert not (tmp_path / "sweep/fedavg-s1/summary.json").exists()
     assert sweep_main([*options, f"--data-dir={tmp_path / 'b'}", "--seed=1", f"--sweep-dir={tmp_path / 'other'}"]) == 0
     shutil.rmtree(tmp_path / "sweep/fedavg-s1")
