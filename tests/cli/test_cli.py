@@ -437,6 +437,13 @@ def test_more_specific_parts_of_a_preset_win(tmp_path, split, expected):
     assert preset_values(read_preset("mine", tmp_path), "fedprox", split) == expected
 
 
+def test_numbers_of_a_preset_are_those_of_the_command_line(tmp_path):
+    (tmp_path / "mine.yaml").write_text("run: {rounds: 010, lr: 1.5e-2, weight_decay: .5, momentum: 0, seed: 1_000}")
+    written = ["--rounds=010", "--lr=1.5e-2", "--weight-decay=.5", "--momentum=0", "--seed=1_000"]
+    assert parse(f"--preset={tmp_path / 'mine.yaml'}") == parse(*written)
+    assert parse(*written)[0].rounds == 10
+
+
 def test_a_preset_may_set_the_method(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(PRESET)
@@ -453,6 +460,9 @@ def test_a_preset_may_set_the_method(tmp_path):
         ("methods: {fedavg: {mu: 1}}", "unknown key 'mu' in method 'fedavg' of FILE: "),
         ("methods: {fedavg: {splits: {z: {}}}}\nsplits: {}", "'splits' of method 'fedavg' of FILE may name no other"),
         ("run: {lr: fast}", "'lr' in FILE takes a number, not 'fast'."),
+        ("run: {seed: 1:4}", "'seed' in FILE takes an integer, not '1:4': several values are for a sweep."),
+        ("run: {lr: 1:30.5}", "'lr' in FILE takes a number, not '1:30.5'"),
+        ("run: {rounds: 0x10}", "'rounds' in FILE takes an integer, not '0x10'."),
         ("run: 3", "'run' in FILE must hold `name: value` lines, not '3'."),
         ("splits: [a]", "'splits' in FILE must name splits"),
         ("run: {lr: }", "'lr' in FILE takes a number, so it cannot be empty."),
