@@ -135,6 +135,13 @@ def _check_names(experiments: Sequence[Experiment]) -> None:
             raise UserError(f"{', '.join(pairs)} would share the folder {experiment.name}: give them in two sweeps.")
 
 
+def methods_of(given: Mapping[str, str]) -> list[str]:
+    """The methods of a sweep: those given, else those that its preset searches, else the one of `method_of`."""
+    searched = read_preset(given["preset"]).grid if "preset" in given else {}
+    names = values_of("method", given.get("method", ",".join(searched) or method_of(given)))
+    return list(dict.fromkeys(in_any_case(name, METHODS) for name in names))
+
+
 def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[list[Experiment]]:
     """Yield the stages of a sweep: the whole grid, or one for each hyper-parameter that a preset searches, in order.
 
@@ -143,11 +150,8 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
       results: by experiment name; the caller adds those of a stage before it requests the next. The best value is that
         with the highest mean GA, on validation samples if these select the runs' best rounds.
     """
-    preset = read_preset(given["preset"]) if "preset" in given else None
-    grid = preset.grid if preset else {}
-    method_names = values_of("method", given.get("method", ",".join(grid) or method_of(given)))
-    method_names = list(dict.fromkeys(in_any_case(name, METHODS) for name in method_names))
-    grid = {method: grid.get(listed_as(preset, method), {}) for method in method_names} if preset else {}
+    preset, method_names = read_preset(given["preset"]) if "preset" in given else None, methods_of(given)
+    grid = {method: preset.grid.get(listed_as(preset, method), {}) for method in method_names} if preset else {}
     searched = {method: [name for name in grid.get(method, {}) if name not in given] for method in method_names}
     if not any(searched.values()):
         yield expand(given)

@@ -164,7 +164,7 @@ class FolderRecord(Record):
             every = setup.pace if config.checkpoint_every == "auto" else config.checkpoint_every
             checkpoints = Checkpoints(
                 self.folder.path / "checkpoints", keep=config.keep, every=every,
-                clients_every=config.checkpoint_clients_every,
+                clients_every=config.checkpoint_clients_every, say=say,
             )  # fmt: skip
             opened.callback(checkpoints.close)
             self.noted = read_resolved(self.folder, checkpoints.newest_record)

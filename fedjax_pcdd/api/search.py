@@ -1,7 +1,7 @@
 """Searches: Optuna suggests settings based on earlier results; each is a trial in the folder of a sweep.
 
-Nothing else is stored. A suggestion depends only on the space, a seed, its number and the results before it, so an
-interrupted search makes the same suggestions again and finds their results in the folder.
+Nothing else is stored. A suggestion depends only on the space, a seed, its number and the results before it; a trial
+that has begun keeps the options in its folder, for what failed before it may have succeeded since.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +15,14 @@ from rich.console import Console
 from fedjax_pcdd.api.grid import SEARCH, WHOLE, Experiment, summarise, values_of
 from fedjax_pcdd.api.runs import warn
 from fedjax_pcdd.api.sweep import Results, options_of_grid, run_stages
+from fedjax_pcdd.api.sweep_folder import folder_of
 from fedjax_pcdd.errors import UserError, as_path, imported, yes_or_no
-from fedjax_pcdd.training.config import RESERVED
+from fedjax_pcdd.training.config import RESERVED, values
 from fedjax_pcdd.training.fields import convert, with_commas
+from fedjax_pcdd.training.folder import CONFIG
 from fedjax_pcdd.training.metrics import DIGITS
 from fedjax_pcdd.training.options import configure, method_of, own_values
+from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.protocols import needs_epochs, protocol_of
 
 ON_TEST = (
@@ -57,8 +60,8 @@ class Search:
         """
         self._results, self._seed = results, seed
         self.trials: list[Trial] = []  # suggested so far, without repeated suggestions
-        method = method_of({name: text for name, text in given.items() if name in ("method", "preset", "variant")})
-        spaces = {name: _space(name, text, method) for name, text in given.items()}
+        self._method = method_of({n: text for n, text in given.items() if n in ("method", "preset", "variant")})
+        spaces = {name: _space(name, text, self._method) for name, text in given.items()}
         self._spaces = {name: space for name, space in spaces.items() if space is not None}
         self._fixed = {name: text for name, text in given.items() if name not in self._spaces}
         if not self._spaces:
@@ -71,17 +74,30 @@ class Search:
         self.on_test = tested or not on_validation  # whether trials are chosen on test samples
         self._measure = f"{metric}_validation_best" if on_validation else f"{metric}_best"
 
-    def stages(self, count: int, together: int = 1) -> Iterator[list[Experiment]]:
-        """Yield the experiments of `together` suggestions at a time, `count` in all; repeated ones are skipped."""
+    def stages(self, count: int, together: int = 1, folder: Path | None = None) -> Iterator[list[Experiment]]:
+        """Yield the experiments of `together` suggestions at a time, `count` in all; repeated ones are skipped.
+
+        Trials that have begun in the folder, None for one named by the first stage, are not suggested anew.
+        """
         for first in range(0, count, together):
             observed = [self._told(trial) for trial in self.trials]
             numbers, before = range(first, min(first + together, count)), len(self.trials)
             for number in numbers:
-                options = self._suggestion(observed, number)
+                name = f"trial-{number:03}"
+                options = (folder and self._begun(folder, name)) or self._suggestion(observed, number)
                 if options not in [trial.options for trial in self.trials]:
-                    self.trials.append(self._trial(f"trial-{number:03}", options))
-            if len(self.trials) > before:
-                yield [experiment for trial in self.trials[before:] for experiment in trial.experiments]
+                    self.trials.append(self._trial(name, options))
+            if stage := [experiment for trial in self.trials[before:] for experiment in trial.experiments]:
+                folder = folder or folder_of([configure(experiment.given) for experiment in stage])
+                yield stage
+
+    def _begun(self, folder: Path, name: str) -> dict[str, str] | None:
+        """The searched options of a trial in a folder, as written; None if it is not there or not of this space."""
+        found = [*folder.glob(f"{name}/{CONFIG}"), *sorted(folder.glob(f"{name}-s*/{CONFIG}"))]
+        recorded = values(*read_run(found[0].parent)) if found else {}
+        texts = {n: _recorded(space, n, recorded.get(n), self._method) for n, space in self._spaces.items()}
+        options = {name: text for name, text in texts.items() if text is not None}
+        return options if options.keys() == texts.keys() else None
 
     def _suggestion(self, observed: list, number: int) -> dict[str, str]:
         """The options of a trial, as written."""
@@ -180,6 +196,13 @@ def _written(space: Any, value: Any) -> str:
     return str(min(max(float(f"{value:.3g}"), space.low), space.high) if isinstance(value, float) else value)
 
 
+def _recorded(space: Any, name: str, value: Any, method: str) -> str | None:
+    """A recorded value as the space writes it; None if it is not in the space."""
+    if hasattr(space, "choices"):
+        return next((text for text in space.choices if own_values({name: text}, method)[name] == value), None)
+    return str(value) if type(value) is type(space.low) and space.low <= value <= space.high else None
+
+
 class SearchResults(Results):
     """The results of a search, like the `Results` of a sweep.
 
@@ -231,5 +254,5 @@ def search(
     searcher = Search(texts, results, metric=parsed["metric"], seed=parsed["search_seed"])
     if searcher.on_test:
         warn(ON_TEST)
-    steps = searcher.stages(parsed["trials"], parsed["together"])
+    steps = searcher.stages(parsed["trials"], parsed["together"], sweep_path)
     return SearchResults(*run_stages(steps, results, sweep_path, console=console), results, searcher)

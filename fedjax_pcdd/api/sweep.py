@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from fedjax_pcdd.api.grid import WHOLE, Experiment, stages, summarise
+from fedjax_pcdd import methods
+from fedjax_pcdd.api.grid import WHOLE, Experiment, methods_of, stages, summarise
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.runs import load_run, warn
@@ -15,11 +16,13 @@ from fedjax_pcdd.api.sweep_folder import Failed, Sweep, content_of, folder_of, r
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import Say, UserError, as_path, is_there, shortened, yes_or_no
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.training.fields import Option, convert, with_commas
+from fedjax_pcdd.training.config import RESERVED, RUN
+from fedjax_pcdd.training.fields import Option, convert, options_of, with_commas
 from fedjax_pcdd.training.folder import CONFIG
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.progress import CellBar, SweepBar
 
+ONE_VALUE = "takes one value in a sweep, as its commas belong to it."
 TOGETHER = Option("together", int, True, None, low=1)
 
 
@@ -80,8 +83,10 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
             raise UserError(f"takes options by their names, not {shortened(name)}.", field=field)
         if name in ("run_dir", "resume", "coordinator"):
             raise UserError("is for one run: use `folder` for a sweep's.", field=name)
+        if name in RESERVED and name not in WHOLE:
+            raise UserError("is for the command line: drop it.", field=name)
         if name in WHOLE and isinstance(value, list | tuple | range) and len(value) > 1:
-            raise UserError("takes one value in a sweep, as its commas belong to it.", field=name)
+            raise UserError(ONE_VALUE, field=name)
         for item in value if isinstance(value, list | tuple | range) else [value]:
             if not isinstance(item, str | bool | int | float | np.number | Path | None):
                 hint = ""
@@ -90,7 +95,17 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
                 elif isinstance(item, Method):
                     hint = ": give its name, and its hyper-parameters as options"
                 raise UserError(f"takes names and numbers in a sweep, not {shortened(item)}{hint}.", field=str(name))
+    _check_lists(given)
     return given
+
+
+def _check_lists(given: Mapping[str, Any]) -> None:
+    """UserError if an option whose values have commas of their own, in one of the methods, has a list of values."""
+    lists = {n for n, x in given.items() if n not in RUN and isinstance(x, list | tuple | range) and len(x) > 1}
+    for method in methods_of({name: with_commas(value) for name, value in given.items()}) if lists else ():
+        for name, option in options_of(methods.get(method)).items():
+            if name in lists and option.several:
+                raise UserError(ONE_VALUE, field=name)
 
 
 @compiled_once()
@@ -127,5 +142,8 @@ def run_stages(
             break
         experiments += [experiment._replace(earlier=earlier.get(experiment.name)) for experiment in stage]
         rounds = {name: request.config.rounds for name, request in stage_sweep.left.items()}
-        results |= stage_sweep.run(SweepBar(rounds, console, cell), together)
+        results |= (outcomes := stage_sweep.run(SweepBar(rounds, console, cell), together))
+        if present is not None:  # a later stage may have the same runs
+            done = [name for name, outcome in outcomes.items() if isinstance(outcome, dict)]
+            present |= {content_of(*planned[name][:2]): earlier.get(name, name) for name in done}
     return folder or Path(), experiments

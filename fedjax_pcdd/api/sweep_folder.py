@@ -139,6 +139,8 @@ class Sweep:
           bar: updated after every round.
           together: most experiments in one program, None for as many as fit into memory.
         """
+        if not self.left:
+            return self.results
         with writing(self.folder, ELSEWHERE):
             (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
         with bar:

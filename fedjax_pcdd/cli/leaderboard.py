@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fedjax_pcdd.analysis.ranks import Ranks, draw_ranks, ranks
-from fedjax_pcdd.cli.messages import flag, invocation
+from fedjax_pcdd.cli.messages import flag, invocation, starting
 from fedjax_pcdd.cli.options import command, scan
-from fedjax_pcdd.cli.sweep import processes
+from fedjax_pcdd.cli.sweep import processes, stopped_by_signals
 from fedjax_pcdd.errors import UserError, is_there, nearest, writing
 from fedjax_pcdd.report import standings
 from fedjax_pcdd.report.statistics import holm
@@ -54,15 +54,18 @@ class Options:
 
 
 def leaderboard_main(argv: Sequence[str] | None = None) -> int:
-    """Do what the arguments ask for; exit code 0, 2 for a mistake of the user, 130 if interrupted."""
+    """Do what the arguments ask for; exit code 0, 2 for a mistake of the user, 130 or 143 if interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     return command(Options, lambda options: _act(options, argv), argv, invocation("leaderboard"))
 
 
 def _act(options: Options, argv: Sequence[str]) -> None:
-    from fedjax_pcdd import methods
-    from fedjax_pcdd.api import leaderboard  # JAX programs are not needed for the help and for mistakes
+    with starting():
+        from fedjax_pcdd import methods
+        from fedjax_pcdd.api import leaderboard  # JAX programs are not needed for the help and for mistakes
 
+    if options.status and options.page:
+        raise UserError("writes the tables, and `status` shows one line: give one of them.", field="page")
     path = options.plan or leaderboard.PLAN
     plan = leaderboard.read_plan(path)
     written = [in_any_case(name.strip(), methods.METHODS) for name in (options.method or "").split(",")]
@@ -75,7 +78,8 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     console = Screen()
     leaderboard.check_names(plan, names, [r["method"] for r in leaderboard.read_results(options.results)], path)
     if not (options.status or options.page):
-        _complete(options, argv, plan, cells, console)
+        with stopped_by_signals():
+            _complete(options, argv, plan, cells, console)
     results = leaderboard.read_results(options.results)
     for result in results:
         if result["network"] in networks and result["split"] in splits:
@@ -124,7 +128,7 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
 
 
 def _chosen(option: str, text: str | None, available: Sequence[str]) -> list[str]:
-    names = list(available) if text is None else text.split(",")
+    names = list(available) if text is None else list(dict.fromkeys(map(str.strip, text.split(","))))
     for name in names:
         if name not in available:
             raise UserError(f"names no {option} of the plan by '{name}': {nearest(name, available)}", field=option)

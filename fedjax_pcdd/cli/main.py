@@ -28,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, function, _ = COMMANDS[word]
         return getattr(importlib.import_module(f"fedjax_pcdd.cli.{module}"), function)(arguments)
     if word in ("--version", "-V"):
-        print(__version__)
-        return 0
+        return guarded(lambda _: print(__version__), arguments)
     lines = [f"  {name:11} {text}" for name, (_, _, text) in COMMANDS.items()]
     usage = "\n".join(["usage: fedjax-pcdd COMMAND [--NAME=VALUE ...]", "", *lines, "", "COMMAND --help says more."])
     if word in ("--help", "-h"):

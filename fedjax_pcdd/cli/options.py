@@ -18,7 +18,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training import options
-from fedjax_pcdd.training.config import RESERVED, RUN, RunConfig, build, difference
+from fedjax_pcdd.training.config import NOT_COMPUTED, RESERVED, RUN, RunConfig, build
 from fedjax_pcdd.training.config import values as values_of
 from fedjax_pcdd.training.fields import Option, bounds, choices, convert, members, options_of
 from fedjax_pcdd.training.options import SERVER
@@ -108,12 +108,10 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
     if options.in_any_case(given.get("method", old["method"]), METHODS) != old["method"]:
         methods.get(given["method"])
         raise UserError(_changed({"method": given["method"]}, old))
-    new = old | options.own_values(given, old["method"]) | {"resume": folder, "run_dir": folder}
-    pair = build(new)
-    fields = difference(recorded, pair)
-    if fields:
-        raise UserError(_changed({name: new[name] for name in fields}, old))
-    return pair
+    own = options.own_values(given, old["method"])
+    if changed := [name for name in old if name not in NOT_COMPUTED and own.get(name, old[name]) != old[name]]:
+        raise UserError(_changed({name: own[name] for name in changed}, old))
+    return build(old | own | {"resume": folder, "run_dir": folder})
 
 
 def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedjax_pcdd.api.grid import SEARCH
+from fedjax_pcdd.cli.help import information
 from fedjax_pcdd.cli.messages import flag, guarded, sentence, starting
 from fedjax_pcdd.cli.options import scan
-from fedjax_pcdd.cli.sweep import CONSOLE, conclude, of_what_has_begun, own_options, status, train
+from fedjax_pcdd.cli.sweep import CONSOLE, all_over, conclude, of_what_has_begun, own_options, status, train
 from fedjax_pcdd.report.tables import terminal
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import Option, convert
 
 if TYPE_CHECKING:
-    from fedjax_pcdd.api.sweep_folder import Sweep
+    from fedjax_pcdd.api.sweep_folder import Standing, Sweep
 
 OPTIONS = {**SEARCH, "sweep_dir": Option("sweep_dir", Path, True, None), "status": Option("status", bool, False, False)}
 HELP = f"""{__doc__}
@@ -44,8 +45,8 @@ def search_main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     with starting():
         options = scan(argv)
-    if "help" in options:
-        print(HELP)
+    if text := HELP if "help" in options else information(options):
+        print(text)
         return 0
     settings, results = own_options(options, OPTIONS), {}
     quiet = convert(RUN["quiet"], options.get("quiet", "false"))
@@ -56,12 +57,12 @@ def _main(argv: Sequence[str]) -> int:
     search = Search(options, results, metric=settings["metric"], seed=settings["search_seed"])
     if search.on_test and not quiet:
         print(f"warning: {sentence(ON_TEST)}", file=sys.stderr)
-    stages, standings = search.stages(settings["trials"], settings["together"]), []
+    standings: list[Standing] = []
 
     def before(sweep: "Sweep", folder: Path) -> bool:
-        standings.extend(sweep.standings())
-        return not (settings["status"] and sweep.left)
+        return not settings["status"] or all_over(sweep, standings, results)
 
+    stages = search.stages(settings["trials"], settings["together"], settings["sweep_dir"])
     folder, _ = train(stages, results, settings["sweep_dir"], before=before, quiet=quiet)
     if settings["status"]:
         CONSOLE.print(terminal(status(standings)))

@@ -20,7 +20,8 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
+from fedjax_pcdd.cli.help import information
 from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence, starting
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
@@ -97,8 +99,8 @@ def _main(argv: Sequence[str]) -> int:
     slurm = [word for word in argv if word.startswith("--slurm.")]
     with starting():
         options = scan([word for word in argv if word not in slurm])
-    if "help" in options:
-        print(HELP)
+    if text := HELP if "help" in options else information(options):
+        print(text)
         return 0
     settings, results = own_options(options, OPTIONS), {}
     quiet = convert(RUN["quiet"], options.get("quiet", "false"))
@@ -109,20 +111,23 @@ def _main(argv: Sequence[str]) -> int:
     if of_what_has_begun(options, settings):
         return 0
 
+    standings: list[Standing] = []
+
     def before(stage_sweep: "Sweep", folder: Path) -> bool:
         if settings["status"]:
-            CONSOLE.print(terminal(status(stage_sweep.standings())))
-        elif stage_sweep.left and not results and (settings["workers"] > 1 or settings["launcher"] != "processes"):
+            return all_over(stage_sweep, standings, results)
+        if stage_sweep.left and not results and (settings["workers"] > 1 or settings["launcher"] != "processes"):
             from fedjax_pcdd.api.programs import MOST
             from fedjax_pcdd.training.folder import CLAIMS
 
             share = most or min(MOST, math.ceil(len(stage_sweep.left) / settings["workers"]))
             command = [sys.executable, "-m", "fedjax_pcdd", "sweep", *words, f"--sweep-dir={folder}"]
             launch([*command, f"--together={share}"], folder / CLAIMS, settings, slurm)
-        return not settings["status"]
+        return True
 
     folder, experiments = train(stages(options, results), results, settings["sweep_dir"], most, before, quiet=quiet)
     if settings["status"]:
+        CONSOLE.print(terminal(status(standings)))
         return 0
     return conclude(folder, summarise(experiments, results), quiet=quiet)
 
@@ -171,15 +176,23 @@ def train(
     """`api.sweep.run_stages` with what a command adds: signals, its origin, and a bar and advice unless quiet."""
     with starting():
         from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
-        from fedjax_pcdd.training import interrupts
+
+    reporters: Any = {"failed": _failed, "say": (lambda text: None) if quiet else _say}
+    console = Console(quiet=True) if quiet else CONSOLE
+    with stopped_by_signals():
+        return sweep.run_stages(
+            steps, results, folder, together, console=console, origin=_origin, before=before, **reporters
+        )
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """A context in which a signal lets rounds end and be saved; the sentence is that the same command continues."""
+    from fedjax_pcdd.training import interrupts
 
     try:
         with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):
-            reporters: Any = {"failed": _failed, "say": (lambda text: None) if quiet else _say}
-            console = Console(quiet=True) if quiet else CONSOLE
-            return sweep.run_stages(
-                steps, results, folder, together, console=console, origin=_origin, before=before, **reporters
-            )
+            yield
     except KeyboardInterrupt as stop:
         stop.args = ("the same command continues.",)
         raise
@@ -208,11 +221,11 @@ def _origin(experiment: Experiment) -> dict[str, Any]:
 
 
 def _failed(name: str, error: UserError) -> None:
-    CONSOLE.print(f"{name}: {sentence(error.sentence)}", markup=False)
+    print(f"{name}: {sentence(error.sentence)}", file=sys.stderr)
 
 
 def _say(text: str) -> None:
-    CONSOLE.print(f"warning: {sentence(text)}", markup=False)
+    print(f"warning: {sentence(text)}", file=sys.stderr)
 
 
 def status(standings: Sequence["Standing"]) -> Table:
@@ -224,6 +237,18 @@ def status(standings: Sequence["Standing"]) -> Table:
     counts = Counter(run.state for run in standings)
     title = ", ".join(f"{counts[state]} {state}" for state in ("done", "running", "waiting", "failed"))
     return texts(title, ("experiment", "state", "rounds", "to go", "by"), lines, left=("state", "by"))
+
+
+def all_over(part: "Sweep", standings: list["Standing"], results: dict[str, Any]) -> bool:
+    """Add the progress of a stage; whether all of it is over, so that a status goes on to what follows from it.
+
+    What has failed counts as such, and is not tried again.
+    """
+    standings += (found := part.standings())
+    results |= {run.name: None for run in found if run.state == "failed"}
+    if over := part.left.keys() <= results.keys():
+        part.left.clear()
+    return over
 
 
 def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Sequence[str]) -> None:

@@ -212,6 +212,19 @@ _C: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _FastLoader(_UniqueKeys, _C): ...
 
 
+def _decimal(loader: Any, node: Any) -> Any:
+    """A number in decimal digits; what else is one in YAML 1.1, as 1:4 (64) and 010 (8), is a text as written."""
+    text, kind = loader.construct_scalar(node), node.tag.rpartition(":")[2]
+    if ":" in text or (kind == "int" and not re.fullmatch(r"[-+]?(0|[1-9][\d_]*)", text)):
+        return text
+    return getattr(loader, f"construct_yaml_{kind}")(node)
+
+
+for _loader in (_Loader, _FastLoader):
+    for _kind in ("int", "float"):
+        _loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _decimal)
+
+
 def _load(text: str) -> Any:
     """What YAML holds. The loader in C is seven times faster, but refuses the names of files that are not UTF-8."""
     with contextlib.suppress(yaml.YAMLError):

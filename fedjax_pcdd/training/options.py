@@ -98,11 +98,11 @@ def own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
         elif name == SERVER:
             raise UserError(f"is written as a suffix here: `method={method}+{text}`.", field=SERVER)
         elif name not in RESERVED:
-            raise UserError(_foreign(name, method, [*options, *RESERVED, SERVER]))
+            raise UserError(_foreign(name, method, [*options, *RESERVED, SERVER], resumed="resume" in given))
     return result
 
 
-def _foreign(name: str, method: str, known: Sequence[str]) -> str:
+def _foreign(name: str, method: str, known: Sequence[str], *, resumed: bool) -> str:
     owners = [other for other, cls in methods.every().items() if name in options_of(cls)]
     wrappers = [suffix for suffix in methods.known_suffixes() if name in options_of(methods.get(f"fedavg+{suffix}"))]
     if wrappers and not owners:
@@ -110,8 +110,9 @@ def _foreign(name: str, method: str, known: Sequence[str]) -> str:
     if not owners:
         return no_option(name, known)
     owner_names = ", ".join(owners)
+    other = "" if resumed else f" or use `method={owners[0]}`"
     hint = f" Dirichlet's concentration is `{HINTS[name]}`." if name == "alpha" else ""
-    return f"`{name}` belongs to {owner_names}, not to {method}: drop it or use `method={owners[0]}`.{hint}"
+    return f"`{name}` belongs to {owner_names}, not to {method}: drop it{other}.{hint}"
 
 
 def no_option(name: str, known: Sequence[str] | set[str]) -> str:

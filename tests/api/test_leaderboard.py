@@ -1,6 +1,7 @@
 """The leaderboard: equally many trials per method, chosen on validation samples; nothing runs twice; its ranks."""
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ from scipy.stats import rankdata, ttest_1samp
 
 from fedjax_pcdd.analysis.ranks import cliques, ranks
 from fedjax_pcdd.api import leaderboard
+from fedjax_pcdd.cli import leaderboard as cli_leaderboard
 from fedjax_pcdd.cli.leaderboard import _ranking
 from fedjax_pcdd.cli.main import main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.training import interrupts
 from fedjax_pcdd.training.options import configure
 
 METHOD_CODE = """
@@ -168,11 +171,45 @@ def test_p_values_are_explained_only_where_fedavg_is_ranked(tmp_path, names):
     assert ("P-values" in text) == ("p, Holm" in text) == ("fedavg" in names)
 
 
+def test_a_name_that_is_written_twice_counts_once(tmp_path, capsys):
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    assert main(command(tmp_path, "--method=fedavg", "--split=dir, dir", "--network=mlp,mlp", "--status")) == 0
+    assert capsys.readouterr().out == "0 of 1 cells have a result.\n"
+
+
+def test_a_page_and_the_status_are_not_asked_for_together(tmp_path, capsys):
+    assert main(["leaderboard", "--status", f"--page={tmp_path / 'page.md'}"]) == 2
+    sentence = "--page writes the tables, and --status shows one line: give one of them.\n"
+    assert capsys.readouterr().err == sentence
+
+
 @pytest.mark.thorough
 def test_mistakes_are_said_before_anything_runs(folder, capsys):
     assert main(command(folder, "--split=dri")) == 2
     assert capsys.readouterr().err == "--split names no split of the plan by 'dri': did you mean 'dir'?\n"
     assert main(["leaderboard", f"--plan={folder}/mine.py"]) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_signal_ends_a_leaderboard_and_its_workers_once_the_round_is_saved(tmp_path, monkeypatch, capsys, workers):
+    def cell_in_which_a_signal_comes(*_):
+        with interrupts.rounds():
+            signal.raise_signal(signal.SIGTERM)
+            interrupts.end_after(int(interrupts.pending(3) is not None))
+        return RESULT
+
+    def wait_for_workers(*_):
+        signal.raise_signal(signal.SIGTERM)
+
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    monkeypatch.setattr(leaderboard, "run_cell", cell_in_which_a_signal_comes)
+    monkeypatch.setattr(cli_leaderboard, "processes", wait_for_workers)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert main(command(tmp_path, "--method=fedavg", f"--workers={workers}")) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "stopped; the same command continues.\n"
 
 
 @pytest.mark.parametrize("method", METHODS)

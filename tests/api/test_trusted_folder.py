@@ -26,6 +26,7 @@ import fedjax_pcdd as fp
 from fedjax_pcdd.api import records
 from fedjax_pcdd.api.data import from_arrays
 from fedjax_pcdd.api.runs import load_run, resume, run
+from fedjax_pcdd.cli.run import main as run_main
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
@@ -145,7 +146,7 @@ def test_a_sweep_does_not_mix_results_on_different_data(tmp_path, capsys):
     options += ["--lanes=1", "--fine-tune-epochs=0", "--partition=iid", f"--sweep-dir={tmp_path / 'sweep'}"]
     assert sweep_main([*options, f"--data-dir={tmp_path / 'a'}", "--seed=0"]) == 0
     assert sweep_main([*options, f"--data-dir={tmp_path / 'b'}", "--seed=0:2"]) == 1
-    assert "s1: the data set is not the one that" in capsys.readouterr().out.replace("\n", " ")
+    assert "s1: the data set is not the one that" in capsys.readouterr().err
     assert not (tmp_path / "sweep/fedavg-s1/summary.json").exists()
     assert sweep_main([*options, f"--data-dir={tmp_path / 'b'}", "--seed=1", f"--sweep-dir={tmp_path / 'other'}"]) == 0
     shutil.rmtree(tmp_path / "sweep/fedavg-s1")
@@ -525,6 +526,15 @@ def test_a_finished_run_without_checkpoints_is_not_trained_anew(folder):
     with pytest.raises(UserError, match="is finished, and its checkpoints are gone: its results stay as they are"):
         resume(folder)
     assert (folder / "metrics.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_run_without_checkpoints_says_that_it_begins_anew_unless_it_is_quiet(folder, capsys, quiet):
+    shutil.rmtree(folder / "checkpoints")
+    assert run_main([f"--resume={folder}", "--quiet" if quiet else "--no-quiet"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("starting from round 0") == (0 if quiet else 1)
+    assert (captured.out == captured.err == "") == quiet
 
 
 def test_another_working_folder_during_a_run_changes_nothing(tmp_path, monkeypatch):

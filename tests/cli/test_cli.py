@@ -437,6 +437,13 @@ def test_more_specific_parts_of_a_preset_win(tmp_path, split, expected):
     assert preset_values(read_preset("mine", tmp_path), "fedprox", split) == expected
 
 
+def test_numbers_of_a_preset_are_those_of_the_command_line(tmp_path):
+    (tmp_path / "mine.yaml").write_text("run: {rounds: 010, lr: 1.5e-2, weight_decay: .5, momentum: 0, seed: 1_000}")
+    written = ["--rounds=010", "--lr=1.5e-2", "--weight-decay=.5", "--momentum=0", "--seed=1_000"]
+    assert parse(f"--preset={tmp_path / 'mine.yaml'}") == parse(*written)
+    assert parse(*written)[0].rounds == 10
+
+
 def test_a_preset_may_set_the_method(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(PRESET)
@@ -453,6 +460,9 @@ def test_a_preset_may_set_the_method(tmp_path):
         ("methods: {fedavg: {mu: 1}}", "unknown key 'mu' in method 'fedavg' of FILE: "),
         ("methods: {fedavg: {splits: {z: {}}}}\nsplits: {}", "'splits' of method 'fedavg' of FILE may name no other"),
         ("run: {lr: fast}", "'lr' in FILE takes a number, not 'fast'."),
+        ("run: {seed: 1:4}", "'seed' in FILE takes an integer, not '1:4': several values are for a sweep."),
+        ("run: {lr: 1:30.5}", "'lr' in FILE takes a number, not '1:30.5'"),
+        ("run: {rounds: 0x10}", "'rounds' in FILE takes an integer, not '0x10'."),
         ("run: 3", "'run' in FILE must hold `name: value` lines, not '3'."),
         ("splits: [a]", "'splits' in FILE must name splits"),
         ("run: {lr: }", "'lr' in FILE takes a number, so it cannot be empty."),
@@ -514,7 +524,8 @@ def test_a_continued_run_may_track_further_quantities(run_folder):
             "--seed was 3 in this run, not 4, --mu1 was 0.2 in this run, not 0.1: resume without",
         ),
         (["--method=fedavg"], "--method was fedmr in this run, not fedavg: resume without it"),
-        (["--ew=1"], "--ew belongs to fedgela, not to fedmr: drop it or use --method=fedgela."),
+        (["--local-steps=5"], "--local-steps was None in this run, not 5: resume without it"),
+        (["--ew=1"], "--ew belongs to fedgela, not to fedmr: drop it."),
         (["--run-dir=x"], "--resume continues a run as it was started: drop --run-dir."),
     ],
 )
@@ -558,3 +569,15 @@ def test_names_of_options_may_be_written_in_capitals():
         "batch_size": "7",
         "retry": "false",
     }
+
+
+@pytest.mark.parametrize("word", ["--version", "--help"])
+def test_what_cannot_be_printed_is_one_sentence(word):
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "fedjax_pcdd", word]
+        completed = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=commands.ROOT, env=buffered
+        )
+    assert completed.returncode == 2
+    assert completed.stderr == "what is printed cannot be written (No space left on device): put that right.\n"

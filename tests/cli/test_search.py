@@ -1,6 +1,7 @@
 """Searches: their space, suggestions that do not change after an interruption, trials that are not run again."""
 
 import csv
+import json
 import math
 import sys
 
@@ -11,6 +12,8 @@ from fedjax_pcdd.api import sweep_folder
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.cli.search import search_main
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.config import dump
+from fedjax_pcdd.training.options import configure
 
 pytest.importorskip("optuna")
 DRAWS_PICTURES = True
@@ -38,6 +41,21 @@ def test_an_interrupted_search_makes_the_same_suggestions():
     assert len(earlier_results) == 18
     assert made_up_search(16, earlier_results)[0].trials == uninterrupted.trials
     assert made_up_search(16, seed=1)[0].trials != uninterrupted.trials
+
+
+@pytest.mark.parametrize("together", [1, 5])
+def test_trials_that_have_begun_keep_their_options_when_an_earlier_one_that_failed_succeeds(tmp_path, together):
+    def searched(failed, together=1):
+        search = Search(SPACE | {"mu": "0.10,1,1e1"}, results := {})
+        for stage in search.stages(13, together, tmp_path):
+            for run in stage:
+                (tmp_path / run.name).mkdir(exist_ok=True)
+                (tmp_path / run.name / "config.yaml").write_text(dump(*configure(run.given)))
+                results[run.name] = {} if run.group in failed else {"ga_best": float(run.given["lr"])}
+        return search.trials
+
+    first = searched(["trial-001", "trial-003", "trial-005"])
+    assert searched([], together) == first
 
 
 @pytest.mark.thorough
@@ -125,6 +143,27 @@ def test_a_search_of_the_command_line_is_continued_from_python(tmp_path, monkeyp
     status = capsys.readouterr().out
     assert "2 done, 0 running, 1 waiting, 0 failed" in status  # the third is suggested, as nothing was written of it
     assert sorted(folder.iterdir()) == before
+
+
+def test_the_status_of_a_search_shows_what_was_suggested_after_a_failed_trial(tmp_path, monkeypatch, capsys):
+    def train(config, method, *_, **__):
+        config.run_dir.mkdir()
+        (config.run_dir / "config.yaml").write_text(dump(config, method))
+        if config.run_dir.name == "trial-001":
+            raise UserError("it diverged.")
+        summary = {"method": "fedavg", "rounds": 1, "ga_best": 0.5, "ga_validation_best": 0.5}
+        (config.run_dir / "summary.json").write_text(json.dumps(summary))
+        return summary
+
+    argv = [*(f"--{name.replace('_', '-')}={text}" for name, text in SMALL.items()), f"--sweep-dir={tmp_path}"]
+    monkeypatch.setattr(sweep_folder, "run", train)
+    assert search_main([*argv, "--trials=3"]) == 1
+    monkeypatch.setattr(sweep_folder, "run", lambda *_, **__: pytest.fail("a status trains nothing"))
+    capsys.readouterr()
+    assert search_main([*argv, "--trials=3", "--status"]) == 0
+    assert "2 done, 0 running, 0 waiting, 1 failed" in capsys.readouterr().out
+    assert search_main([*argv, "--trials=4", "--status"]) == 0
+    assert "2 done, 0 running, 1 waiting, 1 failed" in capsys.readouterr().out
 
 
 def test_a_search_on_test_samples_warns(tmp_path):

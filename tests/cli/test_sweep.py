@@ -151,6 +151,30 @@ def test_later_stages_are_named_by_what_was_chosen_before(tmp_path, best):
     assert names[1] == [f"fedmr-mu1={best}-mu2={mu2}-s3" for mu2 in (3, 4)]
 
 
+def test_a_run_of_a_presets_grid_that_two_stages_have_is_trained_once(tmp_path, monkeypatch, capsys):
+    def train(config, method, *_, **__):
+        trained.append((method.mu1, method.mu2))
+        config.run_dir.mkdir(parents=True)
+        (config.run_dir / "config.yaml").write_text(dump(config, method))
+        (config.run_dir / "metrics.jsonl").write_text('{"round": 1, "ga": null, "pa": null}\n')
+        summary = dict.fromkeys(MEASURES, method.mu1) | {"method": "fedmr", "rounds": config.rounds}
+        (config.run_dir / "summary.json").write_text(json.dumps(summary))
+        return summary
+
+    trained = []
+    (tmp_path / "a.yaml").write_text(PRESET.replace("mu2: 0.5", "mu2: 3").replace("digits}", "digits, rounds: 1}"))
+    monkeypatch.setattr(sweep_folder, "run", train)
+    results = fp.sweep({"preset": tmp_path / "a.yaml", "method": "fedmr"}, folder=tmp_path / "sweep", together=1)
+    assert trained == [(1, 3), (2, 3), (2, 4)]
+    assert results["fedmr-mu1=2-mu2=3"] == results["fedmr-mu1=2"]
+    argv = [f"--preset={tmp_path / 'a.yaml'}", "--method=fedmr", f"--sweep-dir={tmp_path / 'sweep'}", "--status"]
+    assert sweep_main(argv) == 0
+    assert "4 done, 0 running, 0 waiting" in capsys.readouterr().out  # of both stages
+    shutil.rmtree(tmp_path / "sweep/fedmr-mu1=2-mu2=4")
+    assert sweep_main(argv) == 0
+    assert "3 done, 0 running, 1 waiting" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "values"), [("select_on", "test,validation"), ("select_by", "plain,balanced")])
 def test_a_presets_grid_is_searched_by_one_criterion(tmp_path, name, values):
     (tmp_path / "a.yaml").write_text(PRESET)
@@ -259,7 +283,9 @@ def test_mistakes_are_reported_before_anything_runs(tmp_path, capsys, argument, 
 def test_a_failed_experiment_does_not_stop_the_others(tmp_path, capsys):
     argv = ["--method=fedavg", "--lr=0.01,1e30", "--momentum=0", *SMALL, f"--sweep-dir={tmp_path}"]
     assert sweep_main(argv) == 1
-    assert "not finite" in capsys.readouterr().out.replace("\n", " ")
+    captured = capsys.readouterr()
+    assert captured.err.count("not finite") == 1
+    assert "not finite" not in captured.out
     assert (tmp_path / "fedavg-lr=0.01" / "summary.json").is_file()
 
 
@@ -508,6 +534,15 @@ def test_a_folder_alone_shows_its_status_and_trains_nothing(swept, capsys, main)
     assert "repeat that one, or ask for --status" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("main", "more"), [(sweep_main, ["--seed=0:2"]), (search_main, ["--lr=0.1,0.2"])])
+def test_a_list_of_what_there_is_trains_nothing(tmp_path, capsys, main, more):
+    assert main([*SMALL, *more, f"--sweep-dir={tmp_path / 'sweep'}", "--list-datasets"]) == 0
+    assert "digits" in capsys.readouterr().out
+    assert not (tmp_path / "sweep").exists()
+    with pytest.raises(UserError, match="list_methods is for the command line: drop it"):
+        (fp.sweep if main is sweep_main else fp.search)({"list_methods": True, "lr": [0.1, 0.2]}, folder=tmp_path / "a")
+
+
 @pytest.mark.parametrize("main", [sweep_main, run_main])
 def test_tracking_of_what_is_finished_is_said_to_record_nothing(swept, capsys, main):
     capsys.readouterr()
@@ -523,7 +558,7 @@ def test_tracking_that_a_finished_run_has_is_not_denied(swept, tmp_path, capsys)
     (tmp_path / "sweep/fedavg/track.jsonl").write_text('{"round": 1, "classes": {}}\n')
     capsys.readouterr()
     assert sweep_main([f"--sweep-dir={tmp_path / 'sweep'}", "--method=fedavg", *SMALL, "--track=classes"]) == 0
-    assert "--track" not in capsys.readouterr().out
+    assert "--track" not in capsys.readouterr().err
 
 
 def test_a_quiet_sweep_writes_its_table_and_shows_nothing(swept, capsys):
@@ -747,6 +782,8 @@ def test_a_sweep_takes_the_method_of_its_preset(tmp_path):
 def test_options_whose_values_contain_commas_take_one_value():
     with pytest.raises(UserError, match="takes one value in a sweep"):
         fp.sweep({"lr_steps": ["10", "20"]})
+    with pytest.raises(UserError, match="layers takes one value in a sweep"):
+        fp.sweep({"method": ["fedgela", "FedPer"], "layers": ["head", "backbone/fc2"]})
     assert values_of("loggers", "a.py:A,b.py:B") == ["a.py:A,b.py:B"]
 
 

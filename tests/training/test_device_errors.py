@@ -176,7 +176,8 @@ def test_a_compiler_that_fails_is_reported_and_the_folder_is_resumable(failing, 
     assert is_a_sentence(str(error.value))
     assert "ptxas exited" in str(error.value)
     failing.when = lambda simulation, round: False
-    fp.resume(tmp_path)
+    with pytest.warns(UserWarning, match="starting from round 0"):
+        fp.resume(tmp_path)
     assert [row["round"] for row in rows(tmp_path)] == [1, 2]
 
 
@@ -358,7 +359,8 @@ def test_a_compiler_that_aborts_leaves_a_sentence_and_a_resumable_folder(tmp_pat
     aborted = process(ABORTING, lanes=1, tune="off", model="mlp", run_dir=tmp_path / "run")
     assert aborted.returncode < 0
     assert f"--resume={tmp_path / 'run'}" in aborted.stderr.splitlines()[-1]
-    fp.resume(tmp_path / "run")
+    with pytest.warns(UserWarning, match="starting from round 0"):
+        fp.resume(tmp_path / "run")
     assert [row["round"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
