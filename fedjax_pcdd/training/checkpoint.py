@@ -225,7 +225,7 @@ class Checkpoints:
             restored = self._newest(like)
             if self._writes:
                 if restored is None:
-                    self._say(f"no full checkpoint in {self._folder}: starting from round 0")
+                    self._say(f"no full checkpoint in {self._folder}: starting from round 0.")
                 self._discard_after(0 if restored is None else restored.round)
             return restored
 
@@ -310,7 +310,7 @@ class Checkpoints:
                 continue
             use = "continuing from" if self._writes else "using"
             for bad, reason in damaged.items():
-                self._say(f"checkpoint of round {bad} is damaged ({reason}): {use} round {round}")
+                self._say(f"checkpoint of round {bad} is damaged ({reason}): {use} round {round}.")
             trees = {part: fill(part, template, arrays[part]) for part, template in templates.items()}
             self._logs_all = not logged
             if logged:

@@ -311,7 +311,7 @@ def test_a_checkpoint_in_the_folder_of_another_round_is_noticed(tmp_path, opened
     shutil.rmtree(tmp_path / "3")
     (tmp_path / "2").rename(tmp_path / "3")
     assert opened().restore(server(0), clients(0)).round == 1
-    assert sentences == ["checkpoint of round 3 is damaged (it is that of round 2): continuing from round 1"]
+    assert sentences == ["checkpoint of round 3 is damaged (it is that of round 2): continuing from round 1."]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -319,13 +319,13 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, opened, sentences, 
     save(opened(), 1, 2, 3)
     damage(tmp_path / "3")
     assert opened(read_only=True).restore(server(0), clients(0)).round == 2
-    assert sentences.pop().endswith("): using round 2")
+    assert sentences.pop().endswith("): using round 2.")
     restored = opened().restore(server(0), clients(0))
     assert restored.round == 2
     assert same_bits(restored.server, server(2))
     assert len(sentences) == 1
     assert sentences[0].startswith("checkpoint of round 3 is damaged (")
-    assert sentences[0].endswith("): continuing from round 2")
+    assert sentences[0].endswith("): continuing from round 2.")
 
 
 def test_a_skipped_checkpoint_can_be_saved_again(tmp_path, opened):

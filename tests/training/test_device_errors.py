@@ -84,7 +84,8 @@ def test_a_run_out_of_memory_goes_on_with_half_of_the_lanes(failing, tmp_path):
     run(request_for(tmp_path / "four", lanes=4), messages.append)
     assert failing.seen == [4, 2, 1, 1]
     assert recorded_lanes(tmp_path / "four") == 1
-    assert [sentence.rsplit("with ")[-1] for sentence in messages] == ["2 of 4 lanes.", "1 of 2 lanes."]
+    fewer = [sentence.rsplit("with ")[-1] for sentence in messages if "lanes" in sentence]
+    assert fewer == ["2 of 4 lanes.", "1 of 2 lanes."]  # besides, that no checkpoint is full yet
     assert all(map(is_a_sentence, messages))
     run(request_for(tmp_path / "one", lanes=1), messages.append)
     assert rows(tmp_path / "four") == rows(tmp_path / "one")
