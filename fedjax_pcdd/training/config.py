@@ -215,7 +215,7 @@ class RunConfig:
     keep: int = run_option(3, "run", "number of checkpoints to keep; the one before the last is the fallback", low=2)
     profile: bool = run_option(False, "run",
         "trace the second and third round into profile/ in the run folder, for xprof or Perfetto")
-    quiet: bool = run_option(False, "run", "show nothing but errors")
+    quiet: bool = run_option(False, "run", "show nothing but errors and warnings")
     tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
     wandb: bool = run_option(False, "run", "also log to Weights & Biases")
     mlflow: bool = run_option(False, "run", "also log to MLflow")

@@ -21,6 +21,7 @@ import platform
 import re
 import resource
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -187,7 +188,7 @@ class RunFolder:
         """Go back to these rows, those of a checkpoint, and drop later rounds from every other .jsonl file.
 
         Files from elsewhere, whose lines have no rounds, stay as they are. If lines of clients.jsonl are lost, which no
-        checkpoint has, a sentence on stderr says so.
+        checkpoint has, a warning says so.
         """
         last = rows[-1]["round"] if rows else 0
         text, file = "".join(dumps(row) + "\n" for row in rows), self.path / METRICS
@@ -201,7 +202,7 @@ class RunFolder:
         lost = [str(row["round"]) for row in rows if row.get("ga") is not None and row["round"] not in remaining]
         if lost and jax.process_index() == 0:  # the folders of other processes are temporary
             sentence = f"{self.path / CLIENTS} has lost the accuracies of the clients in round {', '.join(lost)}."
-            print(sentence, file=sys.stderr)
+            warnings.warn(sentence, stacklevel=2)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file atomically; NaN becomes null."""
