@@ -165,6 +165,7 @@ class Simulation(Planner):
             normalised=normalises(model, self.image_shape),
             one_class_clients=max(int((n == 1).sum()) for n in client_classes),
             fewest_classes=min(int(n[n > 0].min(initial=federations[0].dataset.num_classes)) for n in client_classes),
+            most_classes=max(int(n.max()) for n in client_classes),
             rarest_class=min(int(f.class_counts.sum(0).min()) for f in federations),
             own_weights=weights == "method",
             steps=int(self.round_steps.max()),

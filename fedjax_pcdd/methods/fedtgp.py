@@ -92,6 +92,7 @@ class FedTGP(NearPrototypes):
         centres = jnp.sum(jnp.where(owned[..., None], prototypes, 0), axis=0) / jnp.maximum(owners, 1)[:, None]
         margin = adaptive_margin(centres, owners > 0, self.margin_limit, self.margin)
         uploaded, labels = prototypes.reshape(owned.size, -1), jnp.tile(jnp.arange(owned.shape[1]), len(owned))
+        most = len(owned) * context.setting.most_classes  # that can have been uploaded
 
         def loss(params, index, mask):
             targets = generate_prototypes(params)
@@ -100,7 +101,7 @@ class FedTGP(NearPrototypes):
         def order(epoch):
             keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(context.key, epoch), context.clients)
             lots = jax.vmap(lambda key: jax.random.uniform(key, owned.shape[1:]))(keys)  # for any order of clients
-            return jnp.argsort(jnp.where(owned, lots, 2).ravel())
+            return jnp.argsort(jnp.where(owned, lots, 2).ravel())[:most]
 
         lr = context.hyper.lr if self.prototype_lr is None else self.prototype_lr
         options = {"epochs": self.server_epochs, "size": self.server_batch}

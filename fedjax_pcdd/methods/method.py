@@ -134,6 +134,7 @@ class Setting(NamedTuple):
       normalised: whether the backbone has normalisation layers, over batches or groups.
       one_class_clients: number of clients whose samples are all of one class.
       fewest_classes: smallest number of classes of any client that has samples.
+      most_classes: largest number of classes of any client.
       rarest_class: training samples, over all clients, of the class that has the fewest.
       own_weights: whether means over clients are weighted by `Method.weight`.
       steps: largest number of local steps of any client in a round; 0 if not known.
@@ -151,6 +152,7 @@ class Setting(NamedTuple):
     normalised: bool
     one_class_clients: int = 0
     fewest_classes: int = 1
+    most_classes: int = 2**31
     rarest_class: int = 2**31
     own_weights: bool = True
     steps: int = 0

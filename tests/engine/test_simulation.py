@@ -356,7 +356,7 @@ class Shared(METHODS["solo"]):
 
     def init_server(self, setting, variables, class_counts, key):
         clients = setting.num_clients
-        return Told(variables, class_counts, jnp.zeros(clients, jnp.int32), jnp.zeros((clients, 5)))
+        return Told(variables, class_counts, jnp.zeros(clients, jnp.int32), jnp.zeros((clients, 6)))
 
     def init_client(self, setting, server, facts, key):
         return super().init_client(setting, server, facts, key) | {"facts": facts}
@@ -366,7 +366,8 @@ class Shared(METHODS["solo"]):
 
     def upload(self, variables, summary, context):
         setting, facts = context.setting, context.facts
-        told = [facts.client, setting.num_clients, setting.cohort, setting.rarest_class, facts.federation_counts.sum()]
+        told = [facts.client, setting.num_clients, setting.cohort, setting.rarest_class, setting.most_classes]
+        told += [facts.federation_counts.sum()]
         return variables | {"facts": facts}, Message(each=jnp.stack([jnp.asarray(x, float) for x in told]))
 
     def aggregate(self, server, message, weights, context):
@@ -382,7 +383,7 @@ def test_participants_of_several_architectures_are_told_about_the_whole_federati
         np.testing.assert_array_equal(state.clients[g]["facts"].class_counts, counts[list(members)])
         np.testing.assert_array_equal(state.clients[g]["facts"].federation_counts, [counts] * len(members))
     servers = groups.step(state, 0)[0].servers["groups"]
-    told = [[k, 5, 5, counts.sum(0).min(), counts.sum()] for k in range(5)]
+    told = [[k, 5, 5, counts.sum(0).min(), (counts > 0).sum(1).max(), counts.sum()] for k in range(5)]
     for server in servers:
         np.testing.assert_array_equal(server.told[0], told)
         np.testing.assert_array_equal(server.clients[0], np.arange(5))

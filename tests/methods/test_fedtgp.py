@@ -1,5 +1,7 @@
 """FedTGP: the prototypes that the server trains, against the reference, and the models that are drawn to them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,6 +163,24 @@ def test_each_pass_over_the_uploaded_prototypes_has_its_own_order():
 
     start = FedTGP().init_server(setting, (), jnp.ones((3, 4)), jax.random.key(0))
     assert not np.allclose(trained(2, start).prototypes, trained(1, trained(1, start)).prototypes, atol=1e-4)
+
+
+@pytest.mark.parametrize("most", [2, 2**31])
+def test_elsewhere_than_on_a_cpu_the_server_takes_only_steps_that_the_partition_allows(most, monkeypatch):
+    setting = Setting(4, 6, 3, rounds=1, epochs=1, batch_size=8, normalised=False, most_classes=most)
+    context = ServerContext(None, setting, Local(lr=1.0), 0, jnp.arange(3), 3, jax.random.key(1))
+    owned = jnp.array([[1, 1, 0, 0], [0, 0, 1, 0], [0, 1, 0, 1]], bool)
+    message = Message(each=(jax.random.normal(jax.random.key(2), (3, 4, 6)), owned))
+    server = FedTGP().init_server(setting, (), jnp.ones((3, 4)), jax.random.key(0))
+
+    def train(server):
+        return FedTGP(server_epochs=2, server_batch=2).aggregate(server, message, jnp.ones(3) / 3, context)
+
+    expected = train(server)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    traced = jax.make_jaxpr(lambda server: train(server).prototypes)(server)  # two passes, each of some steps
+    assert sorted(map(int, re.findall(r"length=(\d+)", str(traced)))) == [2, 3 if most == 2 else 6]
+    assert_close(jax.jit(train)(server), expected, 1e-6)
 
 
 def test_prototypes_of_a_client_without_weight_count_like_any_others():
