@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from chex import assert_trees_all_close, assert_trees_all_equal
+from flax import struct
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
@@ -47,8 +48,8 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
 
     Args:
       method: a class, or an object with its hyper-parameters.
-      as_fedavg: hyper-parameters that reduce the method to FedAvg, so that it must give FedAvg's results; None if
-        FedAvg is not a special case of it.
+      as_fedavg: hyper-parameters that reduce the method to FedAvg with the method's own `weight`, so that it must give
+        FedAvg's results; None if FedAvg is not a special case of it.
       hyper: hyper-parameters that differ from the defaults.
 
     Raises:
@@ -77,9 +78,20 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
                 if claim not in ROUNDED or not _holds_in_float64(claim, tested):
                     raise
     if as_fedavg is not None:
-        reduced = simulation(_with(tested, as_fedavg))
+        reduced_method = _with(tested, as_fedavg)
+        reduced = simulation(reduced_method)
         with _named(tested, reduces_to_fedavg):
-            reduces_to_fedavg(reduced, simulation(Method(), held=tested.traits().validation))
+            reduces_to_fedavg(reduced, simulation(_Weighing(reduced_method), held=tested.traits().validation))
+
+
+@struct.dataclass
+class _Weighing(Method):
+    """FedAvg with the weights of another method."""
+
+    other: Method
+
+    def weight(self, facts):
+        return self.other.weight(facts)
 
 
 @contextmanager

@@ -90,6 +90,12 @@ def test_a_method_that_reduces_to_fedavg_passes():
     check_method(METHODS["fedprox"], as_fedavg={"mu": 0.0}, mu=0.1)
 
 
+@pytest.mark.thorough
+def test_a_method_that_weighs_otherwise_is_compared_with_fedavg_of_its_weights(monkeypatch):
+    monkeypatch.setattr(testing, "CLAIMS", ())
+    check_method(METHODS["feddyn"], as_fedavg={"alpha": 0.0})  # weighs all clients alike
+
+
 def test_rounding_alone_does_not_fail_a_method(monkeypatch):
     def claim(make):
         bias = testing.train(make(), (0,))[0].servers.variables["params"]["head"]["bias"]

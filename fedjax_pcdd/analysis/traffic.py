@@ -2,8 +2,9 @@
 
 A job is traced, not run. Sent up is what `upload` returns; sent down is every array of the server's state that a
 client's job depends on and that `aggregate` changes (what never changes is sent only once); held is what the local
-steps and the upload read. Unit: scalars of one client in one round. Letters: P parameters, Q running statistics, C
-classes, D features, N public images for which a client sends outputs in the round.
+steps and the upload read. A server's table with a row for each client, of which a client gets its own, counts whole,
+for two clients. Unit: scalars of one client in one round. Letters: P parameters, Q running statistics, C classes, D
+features, N public images for which a client sends outputs in the round.
 """
 
 import math

@@ -129,7 +129,8 @@ def load_task(
         raise UserError(f"The split 'code' exists for office_home only; use 'held_out' for {name}.")
     recipe = TASKS[name]
     side = recipe.side if side is None else side
-    _check_draw(seed, side)
+    _check_seed(seed)
+    _check_side(side)
     if recipe.layout == "shifts":
         pools = [Domain(domain, *shifts.shifted_digits(domain, side)) for domain in recipe.domains]
     elif recipe.layout == "files":
@@ -162,8 +163,11 @@ def load_public(
     Raises:
       UserError: a missing or unsuitable file, or fewer than N_0 images.
     """
-    _check_draw(seed, side)
-    images = shifts.public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
+    _check_seed(seed)
+    built_in = name == "digits_public"
+    if built_in:
+        _check_side(side)
+    images = shifts.public_digits(side) if built_in else _unlabelled(name, sources.root_of(data_dir))
     if not 1 <= samples <= len(images):
         raise UserError(f"'{name}' has {len(images)} images: ask for 1 to {len(images)} samples, not {samples}.")
     random = _generator(seed, f"{stem(name)} public")
@@ -197,9 +201,12 @@ def _labels(archive: Archive, name: str) -> np.ndarray:
     return as_labels(labels, f"{key} of {archive.file}")
 
 
-def _check_draw(seed: int, side: int):
+def _check_seed(seed: int):
     if seed < 0:
         raise UserError(f"The seed must be 0 or more, not {seed}.")
+
+
+def _check_side(side: int):
     if side < 8:
         raise UserError(f"The side of the images must be at least 8 pixels, not {side}.")
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 import re
 import types
 import typing
@@ -313,17 +314,29 @@ def with_commas(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value)
 
 
+_ELSEWHERE = {  # where an object goes that an option names
+    "augmentation": ": register it by `@fp.register_augmentation`, and give its name",
+    "public": ": register a function that returns it by `@fp.register_dataset`, and give its name",
+    "models": ": `model` takes modules",
+}
+
+
+def _check_written(option: Option, value: Any) -> None:
+    """UserError for an object that cannot be written as text, such as a function or an array [n]."""
+    written = isinstance(value, str | bool | int | float | np.generic | os.PathLike)
+    if not (written or getattr(value, "ndim", None) == 0):
+        hint = _ELSEWHERE.get(option.name, "")
+        raise UserError(f"takes names and numbers, not {shortened(value)}{hint}.", field=option.name)
+
+
 def read_value(option: Option, value: Any) -> Any:
     """The checked value of an option; a list stands for values with commas. UserError for objects."""
-    if callable(value):
-        hint = ": register it by `@fp.register_augmentation`, and give its name" * (option.name == "augmentation")
-        raise UserError(f"takes names and numbers, not {shortened(value)}{hint}.", field=option.name)
     if isinstance(value, list | tuple | range):
         if not value:
             raise UserError("takes at least one value: drop the empty list.", field=option.name)
         for item in value:
-            if not isinstance(item, str | bool | int | float | np.number | Path):
-                hint = ": `model` takes modules" if option.name == "models" else ""
-                raise UserError(f"takes names and numbers, not {shortened(item)}{hint}.", field=option.name)
+            _check_written(option, item)
         value = with_commas(value)
+    elif value is not None:
+        _check_written(option, value)
     return convert(option, None if value is None else str(value))

@@ -260,6 +260,10 @@ MISTAKES = {
         lambda: simulate(augmentation=len),
         "not a builtin_function_or_method: register it by `@fp.register_augmentation`, and give its name.",
     ),
+    "public images by an array": (
+        lambda: simulate(method="feddf", public=np.zeros((9, 8, 8, 1))),
+        "public takes names and numbers, not an ndarray: register a function that returns it by `@fp.reg",
+    ),
     "a rate by a function": (lambda: simulate(lr=len), "lr takes names and numbers, not a builtin_fu"),
     "an augmentation that is not wanted": (
         lambda: simulate(augmentation="mine.py:cut", augment=False),
