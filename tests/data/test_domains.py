@@ -339,6 +339,13 @@ def test_public_digits_need_no_files():
     assert (images.shape, images.dtype) == ((1000, 16, 16, 3), np.uint8)
 
 
+def test_public_images_of_ones_own_may_be_small_but_digits_cannot_be_read_then(tmp_path):
+    np.savez(tmp_path / "mine.npz", x_train=numbered(40))
+    assert load_public("mine", tmp_path, samples=9, seed=0, side=5).shape == (9, 5, 5, 3)
+    with pytest.raises(UserError, match="at least 8 pixels"):
+        load_public("digits_public", samples=9, seed=0, side=5)
+
+
 @pytest.mark.parametrize("arrays", [{"x_train": numbered(40)}, {"x": numbered(40)}], ids=["x_train", "x"])
 def test_public_images_need_no_labels(tmp_path, arrays):
     np.savez(tmp_path / "mine.npz", **arrays)
