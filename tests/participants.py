@@ -13,12 +13,19 @@ from fedjax_pcdd.methods.participant import PublicBatch
 from fedjax_pcdd.models.classifier import forward, initialise
 
 MODEL = toy.architectures(0)[0]
+NORMED = MODEL.clone(feature_norm=True)
 SGD = {"optimizer": "sgd", "lr": 0.02}
 ONE = (0, 0, 0, 0, 0)
 
 
 def variables(seed=0, model=MODEL):
     return initialise(model, jax.random.key(seed), (5, 5, 1))
+
+
+def normed_variables(seed):
+    """Variables of the model with batch norm, with running statistics that no other seed has."""
+    initial = variables(seed, NORMED)
+    return {**initial, "batch_stats": jax.tree.map(lambda x: x + 0.3 * (seed + 1), initial["batch_stats"])}
 
 
 def images(count=8):

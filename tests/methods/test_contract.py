@@ -6,14 +6,21 @@ Methods that exchange logits: test_contract_public.py.
 import itertools
 from functools import partial
 
+import hooks
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy
 from chex import assert_trees_all_close
 from flax import struct
+from participants import NORMED, images
 
 from fedjax_pcdd import methods, models, testing
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.methods.method import Facts, Local, Setting
+from fedjax_pcdd.models.classifier import feature_dim, initialise
+from fedjax_pcdd.models.pair import Pair
 
 # Hyper-parameters that reduce a method to FedAvg; None, with the reason, where FedAvg is no special case of it.
 REDUCES = {
@@ -171,6 +178,58 @@ def test_padding_does_not_change_results(name, hyper, x64):
         return toy.train(toy.simulation(method=method, model=model, **options), (0, 1))
 
     assert_trees_all_close(outcome(max(toy.SIZES)), outcome(max(toy.SIZES) + 10), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fedavg", "fednova", "scaffold", "feddyn", "feddc", "fedsmoo", "fedcm", "mofedsam", "fedgf", "fedlesam", "fedexp"],
+)
+def test_running_statistics_of_the_server_are_the_mean_of_the_clients(name):
+    method, sizes, statistics = METHODS[name](), (1, 3), np.array([[1.0, 2.0], [5.0, 8.0]])
+    server, clients = hooks.start(method, np.zeros(1), sizes, batch_stats=np.zeros(2))
+    messages = []
+    for k, client in enumerate(clients):
+        client_context = hooks.context(method, server, client, sizes=sizes, k=k)
+        trained = hooks.params(np.array([1.0 + k]), batch_stats=jnp.asarray(statistics[k]))
+        messages.append(method.upload({**client_context.start, **trained}, (), client_context)[1])
+    weights = [float(method.weight(hooks.facts(sizes, k))) for k in range(2)]
+    after = hooks.aggregate(method, server, messages, weights, clients=2)
+    expected = np.average(statistics, axis=0, weights=weights)
+    np.testing.assert_allclose(after.variables["batch_stats"], expected, 1e-6)
+
+
+PREDICTING = [name for name, method in METHODS.items() if method.logits is not Method.logits]
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper"),
+    [
+        *((name, {}) for name in PREDICTING if name != "fedgela"),
+        ("fedgela", {"normalise": "batch"}),
+        ("apfl", {"mix": "logits"}),
+    ],
+)
+def test_predictions_are_those_of_running_statistics(name, hyper):
+    """So they do not depend on the other images of a batch."""
+    method, key, counts = METHODS[name](**hyper), jax.random.key(0), jnp.ones((ALL_CLIENTS, toy.CLASSES))
+    shape = toy.federation().image_shape
+    meme = models.build("mlp", num_classes=toy.CLASSES, image_shape=shape).clone(feature_norm=True)
+    model = Pair(NORMED, meme) if name == "fml" else method.build(NORMED)
+    setting = Setting(toy.CLASSES, feature_dim(model, shape), ALL_CLIENTS, 3, 2, 8, True)
+    method, _ = method.configure(setting, Local())
+    initial = initialise(model, key, shape)
+    server = method.init_server(setting, initial, counts, key)
+    facts = Facts(jnp.int32(0), counts[0], counts[0].sum(), counts)
+    client = method.init_client(setting, server._replace(variables=initial), facts, key)
+    personal = method.personal_variables(server, client)
+    for scope, variables in (
+        ("generic", method.generic_variables(server)), ("personal", personal), ("local", personal),
+    ):  # fmt: skip
+        together, *apart = (
+            method.logits(model, variables, x, server, client, facts, scope=scope)
+            for x in (images(8), images(8)[:3], images(8)[3:])
+        )
+        assert_trees_all_close(together, jnp.concatenate(apart), rtol=1e-4, atol=1e-5)
 
 
 def test_every_method_says_whether_it_reduces_to_fedavg():

@@ -8,6 +8,7 @@ import pytest
 import toy
 from participants import (
     MODEL,
+    NORMED,
     ONE,
     SGD,
     arrays,
@@ -17,6 +18,7 @@ from participants import (
     exchanged,
     images,
     logits,
+    normed_variables,
     public_batch,
     same,
     variables,
@@ -94,10 +96,11 @@ def test_a_step_on_the_server_has_no_image_twice():
     assert_close(*map(arrays, students))
 
 
-def test_public_images_are_augmented_in_training_on_the_server():
-    def flipped(index, key):
-        return prepare(Pipeline(flip=True), jnp.asarray(PUBLIC_IMAGES)[index], key, train=key is not None)
+def flipped(index, key):
+    return prepare(Pipeline(flip=True), jnp.asarray(PUBLIC_IMAGES)[index], key, train=key is not None)
 
+
+def test_public_images_are_augmented_in_training_on_the_server():
     students = [after_a_step(MODEL, PUBLIC._replace(prepare=function))[1] for function in (prepared, flipped)]
     assert not same(*students)
 
@@ -126,6 +129,24 @@ def test_teachers_count_equally_in_the_target():
     targets = [method.upload(v, (), context(public=PUBLIC))[1].total.value for v in TEACHERS]
     expected = jnp.stack([logits(v, prepared(jnp.arange(20), None)) for v in TEACHERS]).mean(0)
     np.testing.assert_allclose(sum(targets) / len(targets), expected, 1e-5, 1e-6)
+
+
+def test_teachers_on_the_server_see_plain_images_in_eval_mode():
+    teacher = normed_variables(0)
+    client_context = context(model=NORMED, public=PUBLIC._replace(prepare=flipped))
+    target = FedDF().upload(teacher, (), client_context)[1].total.value
+    np.testing.assert_allclose(target, logits(teacher, prepared(jnp.arange(20), None), NORMED), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("form", ["server", "participants"])
+def test_mean_probabilities_are_those_at_the_temperature(form):
+    method = FedDF(form=form, ensemble="avg_probs", temperature=3.0)
+    sent_logits = jnp.stack([logits(v, prepared(jnp.arange(20), None)) for v in TEACHERS])
+    if form == "server":
+        target = sum(method.upload(v, (), context(public=PUBLIC))[1].total.value for v in TEACHERS) / len(TEACHERS)
+    else:
+        target = method.agree((), sent_logits, None)[1][0]
+    np.testing.assert_allclose(target, jax.nn.softmax(sent_logits / 3).mean(0), 1e-5)
 
 
 def simulation(method, cohort=3):

@@ -200,6 +200,19 @@ def test_the_generator_learns_what_the_heads_teach():
     assert loss(trained.generator) < 0.3 * loss(server.generator)
 
 
+@pytest.mark.thorough
+def test_without_other_lessons_the_generator_learns_to_be_diverse():
+    nothing_taught = Message(mean={"params": {}}, each=(jax.tree.map(jnp.zeros_like, heads()), COUNTS))
+    method = small_fedgen(generator_lr=0.02, generator_wd=0.0)
+    server = trained = initial_server(method)
+    for _ in range(5):
+        trained = aggregated(method, trained, nothing_taught)
+    before, after = (
+        diversity(*generate(s.generator, jax.random.key(3), jnp.arange(40) % 2, CLASSES)[:2]) for s in (server, trained)
+    )
+    assert after < before - 1e-3
+
+
 def test_training_on_the_server_moves_the_generators_running_statistics():
     method = small_fedgen()
     server = initial_server(method)

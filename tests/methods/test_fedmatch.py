@@ -7,6 +7,7 @@ import pytest
 import toy
 from participants import (
     MODEL,
+    NORMED,
     ONE,
     SGD,
     arrays,
@@ -17,6 +18,7 @@ from participants import (
     images,
     largest_difference,
     logits,
+    normed_variables,
     public_batch,
     same,
     variables,
@@ -120,6 +122,21 @@ def test_pseudo_labels_are_the_votes_of_the_model_and_its_helpers():
     agreeing_logits = jnp.zeros((8, 2, toy.CLASSES)).at[:, :, 3].set(5.0)
     log_probs = jax.nn.log_softmax(forward(MODEL, variables(), images(), train=True)[0].logits)
     np.testing.assert_allclose(unsupervised_loss(split(), agreeing_logits, lambda_a=1.0), -log_probs[:, 3].mean(), 1e-4)
+
+
+def test_only_the_loss_of_the_pseudo_labels_is_that_of_training_mode():
+    initial, helpers = normed_variables(0), jnp.zeros((8, 2, toy.CLASSES)).at[:, :, 3].set(5.0)
+    train, plain = (
+        np.asarray(jax.nn.log_softmax(forward(NORMED, initial, images(), train=t)[0].logits)) for t in (True, False)
+    )
+    teacher = np.asarray(jax.nn.log_softmax(helpers))
+    divergence = (np.exp(teacher) * (teacher - plain[:, None])).sum(-1)
+    certain = np.exp(plain.max(1)) >= np.median(np.exp(plain.max(1)))
+    options = TERMS_OFF | {"confidence": float(np.median(np.exp(plain.max(1)))) - 1e-6}
+    for weight, expected in (("lambda_a", -train[certain, 3].mean()), ("lambda_i", divergence[certain].mean())):
+        method = FedMatch(**options | {weight: 1.0})
+        value, _ = method.imitate(split(initial), public_batch(helpers), context(model=NORMED))
+        np.testing.assert_allclose(value, expected, 1e-4)
 
 
 def test_only_confident_images_count():

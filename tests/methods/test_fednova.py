@@ -52,6 +52,11 @@ def test_effective_steps_match_the_worked_examples(steps, expected):
     np.testing.assert_allclose(effective_steps(steps, 0.9), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("most", [1, 3, 4, 7, 8])
+def test_the_largest_number_of_steps_bounds_the_work_alone(most):
+    np.testing.assert_array_equal(effective_steps(most, 0.9, most=most), effective_steps(most, 0.9))
+
+
 @pytest.mark.parametrize("steps", [1, 7, 1000])
 def test_without_momentum_a_step_counts_once(steps):
     np.testing.assert_allclose(effective_steps(steps, 0.0), steps, rtol=1e-6)

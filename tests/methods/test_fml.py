@@ -5,7 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from participants import MODEL, ONE, SGD, arrays, assert_close, assert_equal, context, images, logits, row, same
+from participants import (
+    MODEL,
+    NORMED,
+    ONE,
+    SGD,
+    arrays,
+    assert_close,
+    assert_equal,
+    context,
+    images,
+    logits,
+    normed_variables,
+    row,
+    same,
+)
 
 from fedjax_pcdd import models
 from fedjax_pcdd.engine.pretraining import pretrained
@@ -13,7 +27,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fml import FML
 from fedjax_pcdd.methods.method import Batch, Message, Method
 from fedjax_pcdd.methods.solo import Solo
-from fedjax_pcdd.models.classifier import Classifier, initialise
+from fedjax_pcdd.models.classifier import Classifier, forward, initialise
 from fedjax_pcdd.models.pair import Pair, join, part
 from fedjax_pcdd.models.resnet import ResNet
 
@@ -76,6 +90,13 @@ def test_the_teacher_of_the_private_model_is_the_meme():
     meme, private = (np.asarray(jax.nn.log_softmax(logits(part(variables, n), images()))) for n in ("meme", "private"))
     expected = (np.exp(meme) * (meme - private)).sum(1).mean() - meme[np.arange(8), LABELLED.labels].mean()
     np.testing.assert_allclose(value, expected, 1e-4)
+
+
+def test_running_statistics_of_both_models_move_in_training():
+    own = {name: normed_variables(seed) for seed, name in enumerate(("private", "meme"))}
+    _, state = FML().loss(join(**own), LABELLED, context(model=Pair(NORMED, NORMED.clone())))
+    for name, model_variables in own.items():
+        assert_close(part(state, name), arrays(forward(NORMED, model_variables, images(), train=True)[1]))
 
 
 @pytest.mark.thorough

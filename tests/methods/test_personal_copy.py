@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 import toy
 from flax import struct
-from participants import MODEL, arrays, assert_close, context, images, logits, row, same, variables
+from participants import (
+    MODEL,
+    NORMED,
+    arrays,
+    assert_close,
+    context,
+    images,
+    logits,
+    normed_variables,
+    row,
+    same,
+    variables,
+)
 
 import fedjax_pcdd as fp
 from fedjax_pcdd import methods, models, testing
@@ -18,9 +30,9 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import validated_step
 from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ditto import Ditto
-from fedjax_pcdd.methods.method import Batch, Local, Method, Server
+from fedjax_pcdd.methods.method import Batch, Evaluated, Local, Method, Server, Step
 from fedjax_pcdd.methods.personal_copy import PERSONAL, copy_of, with_copy, without_copy
-from fedjax_pcdd.models.classifier import initialise
+from fedjax_pcdd.models.classifier import forward, initialise
 
 SETTINGS = [Ditto(), APFL(adapt="step"), APFL(mix="logits", adapt="step")]
 each_method = pytest.mark.parametrize("method", SETTINGS, ids=["ditto", "apfl", "apfl-logits"])
@@ -157,10 +169,48 @@ def test_each_validation_sample_counts_once_whatever_the_size_of_its_batch():
         labels, masks = jnp.asarray([0, 1, 2, 0]), jnp.asarray([[1.0, 1, 1, 1], [1, 0, 0, 0]])
         return sum(function(Batch(images(4), labels, mask)) for mask in masks)
 
-    outputs = logits(variables(), images(4))
+    outputs = logits(normed_variables(0), images(4), NORMED)  # in eval mode
     expected = 4 * cross_entropy(outputs, jnp.asarray([0, 1, 2, 0])) + cross_entropy(outputs[:1], jnp.asarray([0]))
-    loss = validated_step.validation_loss(Method(), variables(), context(validation=sum_over_batches))
+    known = context(model=NORMED, validation=sum_over_batches)
+    loss = validated_step.validation_loss(Method(), normed_variables(0), known)
     np.testing.assert_allclose(loss, expected, 1e-6)
+
+
+LABELLED = Batch(images(4), jnp.asarray([0, 1, 2, 0]), jnp.ones(4))
+
+
+def local_update(method, start, **known):
+    """What a local step of a model with batch norm returns whose gradients are 0."""
+    client_context = context(model=NORMED, start=start, **known)
+
+    def evaluate(variables):
+        loss, state = method.loss(variables, LABELLED, client_context)
+        return Evaluated(loss, state, jax.tree.map(jnp.zeros_like, variables["params"]))
+
+    def step(gradients):
+        return Step(jax.tree.map(jnp.negative, gradients), ())
+
+    return method.local_update(evaluate, step, start, LABELLED, client_context)
+
+
+def trained_statistics(own):
+    """Running statistics of a model with batch norm after a batch in training mode."""
+    return forward(NORMED, own, LABELLED.images, train=True)[1]
+
+
+@pytest.mark.thorough
+def test_a_candidate_is_judged_by_the_running_statistics_after_its_step():
+    w, v = normed_variables(0), normed_variables(1)
+    start, losses = with_copy(w, v), []
+
+    def over_validation_samples(function):
+        losses.append(function(LABELLED))
+        return losses[-1]
+
+    with jax.disable_jit():
+        local_update(Ditto(lambda_candidates="0"), start, validation=over_validation_samples)
+    outputs = logits({**v, **trained_statistics(v)}, LABELLED.images, NORMED)
+    np.testing.assert_allclose(losses, [4 * cross_entropy(outputs, LABELLED.labels)], 1e-5)
 
 
 def test_a_candidate_whose_loss_is_nan_is_not_chosen():
@@ -301,6 +351,51 @@ def test_the_ends_of_the_mixture_are_the_two_models(mix, alpha, model_index):
     variables = method.personal_variables(Server(w), client)
     mixed = method.logits(MODEL, variables, images(), Server(w), client, scope="personal")
     np.testing.assert_allclose(mixed, logits((w, v)[model_index], images()), rtol=1e-5, atol=1e-6)
+
+
+def blend(v, w):
+    return jax.tree.map(lambda x, y: 0.25 * x + 0.75 * y, v, w)
+
+
+def mixture_of_normed_models(mix):
+    """A method, the models v and w with statistics of their own, and the variables that a client trains."""
+    w, v = normed_variables(0), normed_variables(1)
+    method = APFL(alpha=0.25, mix=mix)
+    client = method.init_client(None, Server(v), None, None)
+    return method, v, w, method.download(Server(w), client)
+
+
+@pytest.mark.parametrize("mix", ["parameters", "logits"])
+def test_predictions_mix_parameters_and_running_statistics_or_logits(mix):
+    method, v, w, variables = mixture_of_normed_models(mix)
+    mixed = method.logits(NORMED, variables, images(), Server(w), scope="personal")
+    outputs = [logits(own, images(), NORMED) for own in (v, w)]
+    expected = logits(blend(v, w), images(), NORMED) if mix == "parameters" else blend(*outputs)
+    np.testing.assert_allclose(mixed, expected, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(logits(blend(v, w), images(), NORMED), blend(*outputs), atol=1e-3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mix", ["parameters", "logits"])
+def test_statistics_of_the_own_model_are_those_of_the_mixtures_passes(mix):
+    method, v, w, variables = mixture_of_normed_models(mix)
+    state = local_update(method, variables, step=0)[1]
+    passed = {**v, "params": blend(v, w)["params"]} if mix == "parameters" else v
+    assert_close(arrays(state[PERSONAL]), arrays(trained_statistics(passed)))
+    assert_close(arrays({"batch_stats": state["batch_stats"]}), arrays(trained_statistics(w)))
+
+
+@pytest.mark.thorough
+def test_alpha_moves_at_the_rate_of_the_models_unless_it_has_its_own():
+    w, v = normed_variables(0), normed_variables(1)
+    changes = []
+    for alpha_lr in (None, 0.02, 0.04):
+        method = APFL(adapt="step", alpha_lr=alpha_lr)
+        start = method.download(Server(w), method.init_client(None, Server(v), None, None))
+        changes.append(local_update(method, start, hyper=Local(lr=0.02), step=0)[2].updates["alpha"])
+    np.testing.assert_allclose(changes[1], changes[0], 1e-6)
+    np.testing.assert_allclose(changes[2], 2 * changes[0], 1e-5)
+    assert 0 < abs(changes[0]) < 0.1
 
 
 @pytest.mark.thorough
