@@ -32,7 +32,7 @@ class FedDyn(Drifting):
         "common", help="one alpha, or alpha / (N n_k / n) on client k as in the published code", static=True
     )
     weighted_statistics: bool = hyperparameter(
-        False, help="average running statistics by n_k, not equally", static=True
+        False, help="average running statistics by n_k, not equally", static=True, needs={"server_step": ("full",)}
     )
 
     def traits(self):

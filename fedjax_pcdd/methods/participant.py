@@ -90,7 +90,10 @@ class Exchanging(Participant):
     )
 
     common_start: bool = hyperparameter(
-        True, help="models that are averaged begin from one initialisation, before they are pre-trained", static=True
+        True,
+        help="models that are averaged begin from one initialisation, before they are pre-trained",
+        static=True,
+        needs={"average": ("exchanged", "trained")},
     )
 
     def traits(self):

@@ -165,6 +165,11 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
         ),
         ({"method": "fccl", "public_samples": 64, "collaborate": False, "eps": 0.1}, "without --collaborate."),
         ({"method": "apfl", "alpha_lr": 0.1}, "--alpha-lr=0.1 has no effect with --adapt=never."),
+        ({"method": "fedmd", "common_start": False}, "--common-start=0 has no effect with --average=never."),
+        (
+            {"method": "feddyn", "server_step": "none", "weighted_statistics": True},
+            "--weighted-statistics=1 has no effect with --server-step=none.",
+        ),
         ({"method": "fedmr", "terms": "intra", "lite": 2}, "--lite=2 has no effect with --terms=intra."),
         ({"method": "fedmr", "prototypes": "onehot", "submitters": 0.5}, "no effect with --prototypes=onehot."),
         ({"method": "fedgela", "classifier": "learned", "ew": 9.0}, "--ew=9 has no effect with --classifier=learned."),
