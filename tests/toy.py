@@ -10,6 +10,7 @@ import numpy as np
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import hold_out
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.planning import Experiment
@@ -57,10 +58,11 @@ def simulation(
     name="fedavg", *, lanes=2, cohort=3, model="mlp", seed=0, method=None, batch_size=8, last_batch="drop",
     norm="batch", epochs=2, weights="method", local_statistics=False, momentum=0.9, clip=None,
     client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd",
-    block=None, dtype=jnp.float32, unowned=None, **hyper,
+    block=None, dtype=jnp.float32, unowned=None, held=False, **hyper,
 ):  # fmt: skip
     """A simulation of one method on the toy federation; equal arguments share one, with its compiled programs."""
     toy_federation = federation(noise=noise, unowned=unowned)
+    toy_federation = hold_out(toy_federation, 0.3, 0) if held else toy_federation
     method = METHODS[name](**hyper) if method is None else method
     if isinstance(model, str):
         model = models.build(model, num_classes=CLASSES, image_shape=toy_federation.image_shape, norm=norm)

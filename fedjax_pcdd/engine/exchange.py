@@ -142,7 +142,6 @@ class Exchange:
         if targets is None:
             answers = [self.table.lifted(g, partial(say, g), group) for g, group in enumerate(groups)]
             public, batch_targets = self.agreed(public, self.table.in_order(answers), len(index))
-            batch_targets = jax.lax.stop_gradient(batch_targets)
         else:
             batch_targets = jax.tree.map(lambda x: x[:, index], targets)
         group_targets = [select(batch_targets, np.array(members)) for members in self.table.members]

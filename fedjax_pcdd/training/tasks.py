@@ -219,7 +219,7 @@ class DomainAccuracies(Accuracies):
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Measure the round; the local objective is the plain mean over the participants (FCCL, Figure 6b)."""
         super().on_round(run, report)
-        run.history.rows[-1]["local_objective"] = mean(report.loss[report.jobs.steps > 0])
+        run.history.rows[-1]["local_objective"] = mean(report.loss)
 
     def measure(self, run: Run, row: dict[str, Any], report: RoundReport) -> None:
         """Fill in the accuracies of a round."""

@@ -16,6 +16,7 @@ from jax.extend import core
 from fedjax_pcdd import models
 from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
@@ -44,7 +45,7 @@ def dirichlet(clients, alpha=0.1, samples=10_000, classes=10):
     return sum(rng.multinomial(samples // classes, rng.dirichlet(np.full(clients, alpha))) for _ in range(classes))
 
 
-def simulated(sizes, lanes, *, name="fedavg", cohort=None, test_sizes=None):
+def simulated(sizes, lanes, *, name="fedavg", cohort=None, test_sizes=None, availability=None):
     """A simulation of a small perceptron on clients of these sizes, in batches of 20."""
     test_sizes = -(-np.asarray(sizes) // 5) if test_sizes is None else np.asarray(test_sizes)
     rng = np.random.default_rng(0)
@@ -61,8 +62,8 @@ def simulated(sizes, lanes, *, name="fedavg", cohort=None, test_sizes=None):
     plain = models.build("mlp", num_classes=10, image_shape=(2, 2, 1))
     local = Local(1, 20, "drop", "sgd", 0.01, 0.9, 0.0)
     return Simulation(
-        method.build(plain), [Experiment(federation, method, local, 0)], pipeline=Pipeline(),
-        cohort=cohort or len(sizes), execution=Execution(lanes=lanes),
+        method.build(plain), [Experiment(federation, method, local, 0, availability=availability)],
+        pipeline=Pipeline(), cohort=cohort or len(sizes), execution=Execution(lanes=lanes),
     )  # fmt: skip
 
 
@@ -113,6 +114,16 @@ def test_unequal_clients_with_a_lane_each_begin_and_end_together(gpu, cohort):
     assert (plan.num_segments, plan.step_stop.max()) == (1, longest)
     # A loop over test batches; and one over steps if the longest job differs between cohorts.
     assert loop_depths(simulation) == [1] * (1 if cohort == 100 else 2)
+
+
+DRAWN = Availability(np.ones((1, 4)), np.zeros(4))  # which clients are there is drawn, though all always are
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, 5), ({"cohort": 3}, 5), ({"cohort": 2}, 0), ({"availability": DRAWN}, 0)]
+)
+def test_unequal_clients_have_rounds_of_one_length_only_if_all_with_samples_always_take_part(gpu, options, steps):
+    assert simulated([100, 20, 60, 0], 4, **options).program.blocks.steps == steps
 
 
 def test_a_single_lane_has_the_blocks_of_a_cpu_on_every_backend(gpu):

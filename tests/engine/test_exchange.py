@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine import pretraining
 from fedjax_pcdd.engine.groups import Groups, Public, of_group
 from fedjax_pcdd.engine.pretraining import pretrained
+from fedjax_pcdd.engine.program import Evaluation, State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.distillation import absolute_error
@@ -362,6 +364,22 @@ def test_averaged_models_start_equal_unless_common_start_is_off():
     assert_equal(averaged, jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), averaged))
     for separate in (initial_clients(), initial_clients(average="trained", common_start=False)):
         assert any(np.any(x[0] != x[1]) for x in jax.tree.leaves(separate))
+
+
+def test_weights_of_all_architectures_are_shares_of_the_samples_of_those_that_train():
+    groups = toy.groups(last_batch="strict")  # client 0 has one sample, and makes no step
+    sizes = np.array([0, *toy.SIZES[1:]])
+    np.testing.assert_allclose(groups.plan(0)[1].weight, sizes / sizes.sum(), rtol=1e-6)
+
+
+def test_accuracies_of_participants_are_in_the_order_of_the_federation():
+    def evaluate(state, personal, members):
+        return Evaluation((), np.array(members), 10 + np.array(members), {})
+
+    groups = copy.copy(toy.groups())
+    groups.groups = [SimpleNamespace(evaluate=functools.partial(evaluate, members=m)) for m in groups.members]
+    counts = groups.evaluate(State({"groups": [(), ()]}, [(), ()], [(), ()]), personal=True)
+    assert (counts.personal.tolist(), counts.local.tolist()) == ([0, 1, 2, 3, 4], [10, 11, 12, 13, 14])
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ import pytest
 import toy
 from flax import struct
 
+from fedjax_pcdd.engine.jobs import train_batch
 from fedjax_pcdd.methods import Message, Method, Traits
 from fedjax_pcdd.methods.method import Summary
 from fedjax_pcdd.testing import leaves
@@ -15,6 +16,13 @@ from fedjax_pcdd.testing import leaves
 def assert_same(actual, expected):
     for a, b in zip(leaves(actual), leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_first_sample_of_the_data_set_is_no_padding():
+    simulated = toy.simulation()
+    batch = train_batch(simulated.program, simulated.data, jnp.array([0, 3, -1]), jax.random.key(0))
+    np.testing.assert_array_equal(batch.mask, [1, 1, 0])
+    np.testing.assert_array_equal(batch.labels[:2], toy.federation().dataset.y_train[[0, 3]])
 
 
 without_steps = pytest.mark.parametrize("name", ["fednova", "moon", "feddyn", "feddc", "scaffold"])

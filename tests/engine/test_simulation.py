@@ -14,6 +14,7 @@ from flax import struct
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule, tuning
@@ -24,7 +25,7 @@ from fedjax_pcdd.engine.round import training_round
 from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Message, Method, Summary, hyperparameter
+from fedjax_pcdd.methods.method import Local, Message, Method, Summary, hyperparameter
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.testing import leaves
 
@@ -93,13 +94,17 @@ def test_training_one_client_equals_centralised_training():
             outputs, _ = forward(simulated.program.model, {"params": weights}, images, train=True)
             return cross_entropy(outputs.logits, labels)
 
-        updates, optimiser_state = optimiser.update(jax.grad(loss)(weights), optimiser_state, weights)
-        return optax.apply_updates(weights, updates), optimiser_state
+        value, gradients = jax.value_and_grad(loss)(weights)
+        updates, optimiser_state = optimiser.update(gradients, optimiser_state, weights)
+        return optax.apply_updates(weights, updates), optimiser_state, value
 
+    losses = []
     for index in batches[0]:
-        weights, optimiser_state = step(weights, optimiser_state, index)
-    state, _ = single.step(state, 0)
+        weights, optimiser_state, value = step(weights, optimiser_state, index)
+        losses.append(float(value))
+    state, report = single.step(state, 0)
     assert_close(params(state), jax.tree.map(lambda x: x[None], weights), 1e-6)
+    np.testing.assert_allclose(report.loss, [np.mean(losses)], 1e-5)
 
 
 @pytest.mark.thorough
@@ -307,6 +312,16 @@ def test_a_sweep_tells_each_experiment_about_its_own_clients():
         np.testing.assert_array_equal(facts.federation_counts, [federation.class_counts] * 5)
         np.testing.assert_array_equal(state.servers.counts[e], federation.class_counts)
         np.testing.assert_array_equal(state.servers.cohort[e], together.clients_of(0)[e])
+
+
+def test_the_setting_describes_the_clients_of_all_experiments():
+    data, experiments = Dataset("grey", *[np.zeros((30, 1, 1, 1), np.uint8), np.arange(30) % 3] * 2, 3), []
+    for counts in ([[2, 0, 0], [0, 0, 0], [3, 1, 4]], [[1, 1, 1], [0, 1, 1], [1, 2, 0]]):  # of each client and class
+        lists = tuple(np.concatenate([c + 3 * np.arange(n) for c, n in enumerate(row)]) for row in counts)
+        experiments.append(Experiment(Federation(data, Partition(lists, lists)), Method(), Local(3, 2, "keep"), 0))
+    model = models.build("mlp", num_classes=3, image_shape=(1, 1, 1))
+    setting = Simulation(model, experiments, pipeline=Pipeline(), cohort=2).program.setting
+    assert (setting.one_class_clients, setting.fewest_classes, setting.rarest_class, setting.steps) == (1, 1, 1, 12)
 
 
 class Book(NamedTuple):

@@ -24,7 +24,7 @@ from fedjax_pcdd.losses.prototypes import (
 from fedjax_pcdd.methods.fedtgp import FedTGP
 from fedjax_pcdd.methods.method import Facts, Local, Message, ServerContext, Setting
 from fedjax_pcdd.methods.server_training import train_in_passes
-from fedjax_pcdd.models.generator import generate_prototypes
+from fedjax_pcdd.models.generator import generate_prototypes, initialise_prototypes
 
 RTOL, ATOL = 1e-9, 1e-12
 golden = pytest.mark.parametrize("g", cases("fedtgp"))
@@ -61,6 +61,11 @@ def test_margin_loss_and_gradients_agree_with_the_reference(g, rule):
     value, gradients = loss(network(g, "in_"))
     assert_agrees(value, g[f"out_loss_{rule}"])
     assert_agrees(gradients, network(g, f"out_grad_{rule}_"))
+
+
+def test_embeddings_of_classes_start_with_a_standard_deviation_of_1():
+    embedding = initialise_prototypes(jax.random.key(0), 100, 50, 2)["embedding"]
+    np.testing.assert_allclose([embedding.mean(), embedding.std()], [0, 1], atol=0.03)
 
 
 @golden

@@ -23,7 +23,7 @@ from fedjax_pcdd.models import (
     uses_batch_norm,
 )
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.models.layers import BatchNorm, GroupNorm, conv_init, linear_init, max_pool, norm
+from fedjax_pcdd.models.layers import BatchNorm, Conv, GroupNorm, conv_init, linear_init, max_pool, norm
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.resnet import ResNet
 
@@ -330,6 +330,15 @@ def test_group_norm_normalises_each_group_of_each_sample(channels, groups):
     np.testing.assert_allclose(grouped.var((1, 3)), 1, rtol=1e-3)
 
 
+def test_group_norm_scales_and_shifts_each_channel():
+    x, scale, bias = 0.01 * images((4, 4, 48), batch=2), jnp.arange(1.0, 49.0), jnp.arange(48.0)
+    out = GroupNorm().apply({"params": {"scale": scale, "bias": bias}}, x)
+    grouped = np.asarray(x, np.float64).reshape(2, 16, 24, 2)
+    spread = np.sqrt(grouped.var((1, 3), keepdims=True) + 1e-5)  # the images are so faint that 1e-5 counts
+    normal = (grouped - grouped.mean((1, 3), keepdims=True)) / spread
+    np.testing.assert_allclose(out, normal.reshape(x.shape) * scale + bias, 1e-4, 1e-4)
+
+
 def test_unknown_norms_are_refused():
     with pytest.raises(UserError, match="did you mean 'group'"):
         norm("groups")
@@ -344,6 +353,12 @@ def test_max_pool_is_the_maximum_of_each_window_and_cuts_odd_sizes():
 def test_linear_init_is_uniform_within_one_over_root_fan_in():
     kernel = linear_init(jax.random.key(0), (5, 5, 4, 400))
     np.testing.assert_allclose([kernel.min(), kernel.max(), kernel.std()], [-0.1, 0.1, 0.1 / 3**0.5], rtol=1e-2)
+
+
+def test_biases_start_uniform_within_one_over_root_of_all_inputs_of_an_output():
+    variables = Conv(4000, 5).init(jax.random.key(0), jnp.zeros((1, 5, 5, 4)))
+    bias = variables["params"]["bias"]
+    np.testing.assert_allclose([bias.min(), bias.max(), bias.std()], [-0.1, 0.1, 0.1 / 3**0.5], rtol=2e-2)
 
 
 def test_conv_init_is_normal_with_fan_out():

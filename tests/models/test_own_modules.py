@@ -315,6 +315,22 @@ def test_dropout_acts_only_with_a_key_and_is_a_function_of_it(module):
     assert np.count_nonzero(np.asarray(first) == 0) > np.count_nonzero(np.asarray(without_key) == 0)
 
 
+class NnxTwoDropouts(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.second = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)
+        return jnp.concatenate([self.first(x), self.second(x)], axis=1)
+
+
+def test_dropouts_of_an_nnx_module_draw_independently():
+    model = built(NnxTwoDropouts)
+    features = trained(model, initialise(model, jax.random.key(1), SHAPE), key=jax.random.key(0))[0].features
+    first, second = np.split(np.asarray(features) == 0, 2, axis=1)
+    assert 0.4 < np.mean(first != second) < 0.6
+
+
 class Noisy(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):

@@ -1,5 +1,6 @@
 """What a run records after each round, and before its clients have trained."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,13 @@ from flax import struct
 from in_memory import trained
 
 import fedjax_pcdd as fp
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists, Partition
 from fedjax_pcdd.engine.devices import CompileClock
+from fedjax_pcdd.engine.program import Evaluation
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.accuracies import Accuracies, _copied
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.loop import Callback, Progress, loop
@@ -90,6 +96,20 @@ def test_names_of_a_methods_own_numbers_must_not_be_those_of_the_rows(method, se
     with pytest.raises(UserError) as raised:
         fp.simulate(federation, method, **options)
     assert str(raised.value) == f"{sentence}: choose another."
+
+
+@pytest.mark.parametrize(("method", "models"), [("fedavg", 1), ("solo", 2)])
+def test_ga_is_that_of_the_global_model_or_the_mean_over_clients_also_by_class(method, models):
+    labels, kept = np.array([0, 0, 1, 1, 1]), Lists.of([np.arange(2)] * 2)
+    data = Dataset("grey", *[np.zeros((5, 1, 1, 1), np.uint8), labels] * 2, 3)
+    federation = Federation(data, Partition(*[(np.arange(2, 5),) * 2] * 2), kept)
+    counts = np.array([[2, 1, 0, 3, 0, 0], [1, 3, 0, 1, 0, 0]])[:models]  # on tests, then on validation samples
+    run = SimpleNamespace(federation=federation, history=new_history(2), traits=METHODS[method]().traits())
+    row = Accuracies(method)._generic(run, Evaluation(counts, (), counts, {}))
+    assert row["ga"] == pytest.approx(np.mean([0.6, 0.8][:models]))
+    assert row["ga_per_class"] == pytest.approx([np.mean([1, 0.5][:models]), np.mean([1 / 3, 1][:models]), None])
+    assert row["ga_balanced"] == pytest.approx(np.mean([2 / 3, 0.75][:models]))
+    assert row["ga_validation"] == pytest.approx(np.mean([0.75, 0.25][:models]))
 
 
 @pytest.mark.thorough

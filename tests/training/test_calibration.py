@@ -29,6 +29,7 @@ from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration
         ("fedprox", {}),
         ("scaffold", {"client_state": "host", "lanes": 3}),
         ("fedavg", {"last_batch": "strict", "batch_size": 30}),
+        ("fedavg", {"held": True}),
     ],
 )
 def test_calibration_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):

@@ -1,5 +1,7 @@
 """PA of methods with a global model: every client fine-tunes the best and the last global model."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import toy
 from flax import struct
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.engine.simulation import Simulation
 from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.models import forward
 from fedjax_pcdd.training.fine_tuning import from_global, from_last
@@ -83,6 +86,30 @@ def test_from_global_keeps_what_was_measured_during_training():
     assert "ga_best" not in result
 
 
+@pytest.mark.thorough
+def test_a_client_without_steps_counts_with_the_model_as_received():
+    simulated = toy.simulation(cohort=5, noise=120, last_batch="strict")  # client 0 has one sample, a batch 8
+    model = jax.tree.map(np.array, simulated.start().servers.variables)
+    model["params"]["head"]["bias"] += 10 * (np.arange(toy.CLASSES) == toy.OWNED[0][0])
+    (result,) = from_global(simulated.tuner(epochs=2), model, model, 3, [RESULT])
+    received, tuned = accuracies(simulated, [model] * 5), np.array(result["pa_best_per_client"])
+    assert tuned[0] == received[0] == 1
+    assert any(tuned[1:] != received[1:])
+
+
+@pytest.mark.thorough
+def test_only_the_experiment_whose_fine_tuning_diverges_has_no_pa():
+    base = toy.simulation(cohort=5)
+    experiments = [base.experiments[0]._replace(local=replace(base.local, lr=lr)) for lr in (0.05, 1e30)]
+    simulated = Simulation(base.program.model, experiments, pipeline=toy.PLAIN, cohort=5)
+    models = jax.tree.map(np.array, simulated.start().servers.variables)
+    trained, diverged = from_global(simulated.tuner(1), models, models, 3, [RESULT] * 2)
+    assert "diverged_client" not in trained
+    assert trained["pa_last"] > 0
+    assert diverged["diverged_client"] in range(5)
+    assert diverged["pa_last"] is None
+
+
 @struct.dataclass
 class Normed(FedRep):
     """FedRep on a model with running statistics."""
@@ -99,6 +126,14 @@ def test_tuned_heads_have_the_same_ga_however_many_are_tuned_at_once():
         state, _ = toy.train(simulated)
         results += from_last(simulated.tuner(2), state, 3)
     assert results[0] == results[1]
+
+
+@pytest.mark.thorough
+def test_ga_of_tuned_heads_counts_no_validation_samples():
+    simulated = toy.simulation("fedrep", fine_tune_heads=True, cohort=5, lr=0.0, held=True)
+    correct = np.array(simulated.evaluate(simulated.start()).local)[:, : toy.CLASSES]
+    (result,) = from_last(simulated.tuner(1), simulated.start(), 0)
+    assert result["ga_tuned"] == pytest.approx(correct.sum(1).mean() / len(toy.federation().dataset.y_test))
 
 
 @pytest.mark.thorough

@@ -1,6 +1,7 @@
 """Tasks by domain from the command line, on the built-in digits: a small run, its record, and refusals."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def test_a_run_records_accuracies_within_and_between_domains(fccl):
         assert row["pa"] == row["intra_top1"] == pytest.approx(np.mean(row["intra"]))
         assert row["ga"] == row["inter_top1"] == pytest.approx(np.mean(row["inter"]))
         assert row["intra_top5"] > row["intra_top1"]
+        assert row["pa_std"] == pytest.approx(np.std(row["intra"]))
 
 
 @pytest.mark.thorough
@@ -113,6 +115,8 @@ def test_the_summary_names_the_domains_and_their_models(fccl):
     assert summary["models"] == ["mlp"] * 4
     intra, inter = intra_and_inter(np.array(summary["domain_accuracy"]))
     np.testing.assert_allclose([intra, inter], [summary["intra"], summary["inter"]])
+    intra, inter = (np.array([row[name] for row in rows_of(fccl)]) for name in ("intra", "inter"))
+    assert summary["ga_best"] == pytest.approx(inter[intra.argmax(0), range(4)].mean())
     assert summary["compilations"] == 1
 
 
@@ -123,6 +127,22 @@ def test_correlations_are_written_where_there_are_public_images(fccl):
     assert saved["participants"].tolist() == ["plain", "inverted", "rotated", "blurred"]
     assert (np.diagonal(saved["matrices"], axis1=1, axis2=2) > 0).mean() > 0.5
     assert (fccl / "correlation.png").stat().st_size > 0
+
+
+def test_private_correlations_are_those_of_each_participant_on_its_own_images(tmp_path):
+    rng = np.random.default_rng(0)
+    images, own = rng.normal(size=(7, 3)), [np.array([0, 2, 4]), np.array([1, 3, 5, 6])]
+    kernels = rng.normal(size=(2, 3, 4))
+    run = SimpleNamespace(
+        federation=SimpleNamespace(dataset=SimpleNamespace(x_train=images), partition=SimpleNamespace(train=own)),
+        outputs=lambda x, client: SimpleNamespace(logits=x @ kernels[client]),
+        simulation=SimpleNamespace(public=(), public_logits=lambda state: images @ kernels), state=None, error=None,
+    )  # fmt: skip
+    folder = SimpleNamespace(draw=lambda name, write: write(tmp_path / name) if name.endswith("npz") else None)
+    tasks.Correlation(folder, ["art", "photo"]).on_end(run)
+    private = np.load(tmp_path / "correlation.npz")["private"]
+    for k, numbers in enumerate(own):
+        np.testing.assert_allclose(private[k], correlation_matrices(images[numbers] @ kernels)[k], 1e-5, 1e-6)
 
 
 @pytest.mark.thorough

@@ -1,6 +1,7 @@
 """--validation and --select-on: samples that are kept out of training, and the rounds that they choose."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedjax_pcdd.data.federation import Federation, hold_out
 from fedjax_pcdd.data.lists import Lists, class_counts, save_partition
 from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.accuracies import further
 from fedjax_pcdd.training.build import federate
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.metrics import History, balanced
@@ -212,6 +214,12 @@ def test_pa_under_a_protocol_is_that_of_the_round_that_validation_chose(select_o
 def test_the_round_of_the_best_pa_is_chosen_by_validation_samples_too():
     rows = [{"round": i + 1, "pa": p, "pa_validation": v} for i, (p, v) in enumerate([(0.5, 0.7), (0.9, 0.6)])]
     assert History(rows, select_on="validation").best("pa") == (0.5, 1)
+
+
+def test_ga_of_further_models_counts_no_validation_samples():
+    split = hold_out(federation([8, 12]), 0.25, 0)
+    correct = {"cloud": np.array([[2, 3, 5, 1, 1, 1]])}  # of three classes, on tests and on validation samples
+    assert further(SimpleNamespace(federation=split), correct) == {"ga_cloud": 0.5}
 
 
 def test_balanced_accuracy_is_the_mean_recall_of_the_classes_that_occur():
