@@ -11,6 +11,7 @@ from in_memory import trained
 from fedjax_pcdd.analysis.pictures import correlation_matrices, draw_matrices
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.data import domains
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import tasks
@@ -77,6 +78,18 @@ def test_the_local_objective_is_the_plain_mean_over_participants(tmp_path):
     runs.run(*parse(argv), callbacks=as_callbacks([lambda run, report: reports.append(report)]))
     means = [report.loss.mean() for report in reports]
     assert [row["local_objective"] for row in rows_of(tmp_path / "run")] == pytest.approx(means)
+
+
+@pytest.mark.thorough
+def test_a_participant_without_a_full_batch_is_not_in_the_local_objective(monkeypatch, tmp_path):
+    recipe = domains.TASKS["digits_domains"]
+    monkeypatch.setitem(domains.TASKS, "digits_domains", recipe._replace(private=(40, 9, 40, 40)))
+    options, reports = ["--batch-size=20", "--last-batch=strict", "--rounds=1"], []
+    argv = [*TINY, *options, "--method=solo", "--models=mlp", "--pretrain-epochs=0", f"--run-dir={tmp_path / 'run'}"]
+    runs.run(*parse(argv), callbacks=as_callbacks([lambda run, report: reports.append(report)]))
+    (report,), (row,) = reports, rows_of(tmp_path / "run")
+    assert list(report.jobs.steps) == [2, 0, 2, 2]
+    assert row["local_objective"] == pytest.approx(report.loss[[0, 2, 3]].mean())
 
 
 @pytest.mark.thorough
