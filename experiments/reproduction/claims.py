@@ -9,7 +9,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import METRICS, PA, PA_LAST
 from fedjax_pcdd.report.statistics import Difference, family
 from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
-from reproduction.columns import BASELINE, Column, Expectations, Row, alike, difference, in_words, printed
+from reproduction.columns import BASELINE, Column, Epochs, Expectations, Row, alike, difference, in_words, printed
 from reproduction.verdicts import UNLIKE, VERDICTS, against
 
 POINTS = "pct", "fraction"  # endings of the metrics that are in percent points
@@ -83,7 +83,7 @@ class Finding(NamedTuple):
     images: str = ""
     superseded: Mapping[str, str] = {}
     of_last: bool = False
-    pa_epochs: tuple[int | None, int | None] | None = None
+    pa_epochs: tuple[Epochs, Epochs] | None = None
     averages: bool = False
 
     @property

@@ -18,6 +18,7 @@ FIRST = "0.1"  # the version of results that do not name theirs
 
 Result = Mapping[str, Any]
 Expectations = Mapping[str, Sequence[Expected]]  # by table
+Epochs = int | None | tuple[int | None, ...]  # of a row, or of each split that it is the mean of
 
 
 class Row(NamedTuple):
@@ -64,9 +65,9 @@ class Row(NamedTuple):
         return tuned_epochs(self.results[0]) is not None
 
     @property
-    def pa_epochs(self) -> int | None:
-        """Local epochs between the server's model and the test of PA, None for a mean over splits."""
-        return pa_epochs(self.results[0], self.results[0].get("options", {}).get("local_epochs"))
+    def pa_epochs(self) -> Epochs:
+        """Local epochs between the server's model and the test of PA."""
+        return self.results[0].get("pa_epochs", _pa_epochs(self.results[0]))
 
     @property
     def versions(self) -> dict[int, str]:
@@ -94,6 +95,10 @@ class Row(NamedTuple):
             group[0]["command"] if len(group) == 1 else f"for seed in {_seeds(group)}; do {text}; done"
             for text, group in by_command.items()
         )
+
+
+def _pa_epochs(result: Result) -> int | None:
+    return pa_epochs(result, result.get("options", {}).get("local_epochs"))
 
 
 def _seeds(results: Sequence[Result]) -> str:
@@ -247,7 +252,8 @@ def _mean_result(seed: int, results: Sequence[Result]) -> Result:
     version = ", ".join(sorted({r.get("version", FIRST) for r in results}))
     machine = {"device": ", ".join(processor(r["machine"]) for r in results)}
     metrics = _means([r["metrics"] for r in results])
-    return {"seed": seed, "version": version, "machine": machine, "metrics": metrics, **last}
+    epochs = tuple(map(_pa_epochs, results))
+    return {"seed": seed, "version": version, "machine": machine, "metrics": metrics, "pa_epochs": epochs, **last}
 
 
 def _means(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:

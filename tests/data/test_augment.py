@@ -1,6 +1,8 @@
 """Augmentation and normalisation against plain numpy."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +115,17 @@ def test_recipes_are_those_of_the_papers(name, expected):
     assert (pipeline.crop, pipeline.flip, pipeline.rotate) == expected
 
 
+def test_the_constants_are_those_of_the_table_in_the_documentation():
+    lines = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8").splitlines()
+    of_table = [line.split(" | ") for line in lines if re.match(r"\| `\w+`.*\d\.\d+, ", line)]
+    constants = {
+        name: tuple(tuple(map(float, text.strip(" |").split(", "))) for text in (mean, std))
+        for names, _, mean, std in of_table
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert constants == {name: (own.mean, own.std) for name, own in augment._CUSTOMARY.items()}
+
+
 def test_evaluation_only_scales_and_normalises():
     images = random_pixels(3, 32, 32, 3)
     result = prepare(CIFAR100, images, None, train=False)
@@ -161,6 +174,8 @@ def test_draws_cover_their_ranges_evenly():
     assert np.abs(counts - 1000).max() < 150
     assert abs(float(draws.flip.mean()) - 0.5) < 0.03
     assert -15 <= float(draws.degrees.min()) < -14.9 < 14.9 < float(draws.degrees.max()) <= 15
+    columns = np.column_stack([draws.offset, draws.flip, draws.degrees])
+    assert np.abs(np.corrcoef(columns.T) - np.eye(4)).max() < 0.05  # drawn independently
 
 
 @pytest.mark.thorough

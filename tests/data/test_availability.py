@@ -87,6 +87,22 @@ def test_the_model_has_days_of_24_rounds_and_new_draws_in_every_round():
     assert availability(None, 0.0, 50, 7) is None
 
 
+def test_the_model_swings_between_a_tenth_and_eleven_tenths_of_each_clients_own_amplitude():
+    probability = availability("model", 0.0, 2000, 7).probability
+    low, high, amplitude = probability.min(0), probability.max(0), probability.mean(0) / 0.6
+    uncut = high < 1
+    np.testing.assert_allclose(low[uncut] / amplitude[uncut], 0.1, atol=0.01)  # the extremes lie between two rounds
+    np.testing.assert_allclose(high[uncut] / amplitude[uncut], 1.1, atol=0.01)
+    assert (amplitude.min(), high.max()) == (pytest.approx(0.3, abs=0.01), 1.0)
+    assert (~uncut).mean() == pytest.approx(1 - (1 / 1.1 - 0.3) / 0.7, abs=0.02)
+
+
+def test_the_probabilities_of_the_model_are_those_of_the_seed():
+    first, again, other = (availability("model", 0.0, 50, seed).probability for seed in (7, 7, 8))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any(0).all()
+
+
 @pytest.mark.parametrize(
     ("arrays", "sentence"),
     [

@@ -94,8 +94,16 @@ def test_rows_and_columns_of_a_window_are_placed_by_draws_of_their_own():
 @pytest.mark.thorough
 def test_a_scale_enlarges_the_image():
     ramp = jnp.broadcast_to(jnp.arange(200, dtype=jnp.uint8)[:, None, None], (200, 200, 3))
-    rows = Dermoscopy(window=180).apply(ramp, NEUTRAL._replace(scale=jnp.float32(1.25)))[:, 0, 0]
-    np.testing.assert_allclose(rows, np.arange(180) / 1.25, atol=1)
+    rows = Dermoscopy(window=180).apply(ramp, NEUTRAL._replace(scale=jnp.float32(2)))[:, 0, 0]
+    np.testing.assert_array_equal(rows, np.arange(180) // 2)
+
+
+@pytest.mark.thorough
+def test_what_a_shear_moves_in_from_outside_is_mirrored_without_repeating_the_edge():
+    image = np.random.default_rng(1).integers(0, 255, (29, 29, 3), dtype=np.uint8)
+    sheared = Dermoscopy(window=29).apply(jnp.asarray(image), NEUTRAL._replace(shear=jnp.float32(np.pi / 4)))
+    wide = np.pad(image, ((0, 0), (14, 14), (0, 0)), mode="reflect")
+    np.testing.assert_array_equal(sheared, [row[28 - i : 57 - i] for i, row in enumerate(wide)])
 
 
 @pytest.mark.thorough
@@ -116,23 +124,23 @@ def test_brightness_and_contrast_are_applied_to_bytes():
 @pytest.mark.thorough
 def test_holes_are_squares_of_a_fourteenth_of_the_side():
     holed = Dermoscopy(window=200, holes=1).apply(
-        jnp.full((224, 224, 3), 7, jnp.uint8), NEUTRAL._replace(holed=jnp.asarray(True), places=jnp.full((1, 2), 0.5))
+        jnp.full((224, 224, 3), 7, jnp.uint8), NEUTRAL._replace(holed=jnp.asarray(True), places=jnp.full((1, 2), 0.999))
     )
-    assert int((holed == 0).all(-1).sum()) == 16 * 16
+    assert (holed[-16:, -16:] == 0).all()
     assert int((holed == 7).all(-1).sum()) == 200 * 200 - 16 * 16
 
 
 @pytest.mark.thorough
 def test_each_transform_is_applied_with_probability_one_half():
     draws = jax.vmap(Dermoscopy(holes=5).draw)(jax.random.split(jax.random.key(0), 4000))
-    assert np.mean(draws.scale != 1) == pytest.approx(0.5, abs=0.03)
-    assert np.mean(draws.rotation != 0) == pytest.approx(0.5, abs=0.03)
-    assert np.mean(draws.gain != 1) == np.mean(draws.offset != 0) == pytest.approx(0.5, abs=0.03)
-    assert np.mean(draws.flip.any(1)) == pytest.approx(0.5, abs=0.03)
+    scale, gain = draws.scale - 1, draws.gain - 1
+    used = np.array([scale != 0, draws.rotation != 0, draws.shear != 0, gain != 0, draws.flip.any(1), draws.holed])
+    np.testing.assert_allclose(used.mean(1), 0.5, atol=0.03)
+    np.testing.assert_allclose(np.corrcoef(used), np.eye(6), atol=0.06)
+    assert ((draws.offset != 0) == used[3]).all()
     assert np.mean(draws.flip.all(1)) == pytest.approx(1 / 6, abs=0.03)
-    assert np.abs(draws.rotation).max() <= np.deg2rad(50.001)
-    assert np.abs(draws.scale - 1).max() <= 0.07001
-    assert np.mean(draws.holed) == pytest.approx(0.5, abs=0.03)
+    largest = [float(np.abs(x).max()) for x in (scale, draws.rotation, draws.shear, gain, draws.offset)]
+    np.testing.assert_allclose(largest, [0.07, *np.deg2rad([50, 0.1]), 0.1, 0.15 * 255], rtol=0.01)
     assert draws.places.shape == (4000, 5, 2)  # every image with holes has the same number of them
 
 

@@ -120,6 +120,12 @@ def test_a_fifth_of_the_pixels_of_a_noisy_picture_is_black_or_white():
     np.testing.assert_allclose([(noisy == 0).mean(), (noisy == 1).mean()], [0.1, 0.1], atol=0.01)
 
 
+def test_shifted_pictures_are_rounded_to_the_nearest_level():
+    levels = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
+    inverted = domain_shifts._shifted(domain_shifts.DOMAIN_SHIFTS["inverted"], levels, side=16, seed=0)
+    np.testing.assert_array_equal(inverted, np.repeat(255 - levels, 3, axis=3))
+
+
 def test_digits_domains_have_the_stated_sizes_and_types():
     task = builtin_task()
     assert (private_sizes(task), task.side, task.recipe.top, task.recipe.num_classes) == ((150,) * 4, 16, 1, 10)
@@ -481,6 +487,12 @@ def test_tiny_imagenet_is_cut_and_not_resized(tmp_path):
     drawn = {window.tobytes() for window in load_public("tiny_imagenet", tmp_path, samples=6, seed=0, side=8)}
     assert drawn < possible
     assert len(drawn) > 1
+
+
+def test_a_window_may_lie_at_every_edge_of_its_image():
+    images = np.arange(81, dtype=np.uint8).reshape(1, 9, 9, 1).repeat(100, axis=0)
+    corners = domain_shifts.windows(images, 8, np.random.default_rng(0))[:, 0, 0, 0]
+    assert set(corners.tolist()) == {0, 1, 9, 10}
 
 
 def test_tiny_images_must_hold_a_window(tmp_path):

@@ -64,9 +64,10 @@ def balanced(samples, num_classes=10):
 OPTIONS = {"num_classes": 10, "clients": 10, "classes_per_client": 3, "beta": 0.5}
 
 
-def split_by(name, **options):
+def split_by(name, test_samples=100, **options):
     groups = (balanced(400) // 2, balanced(100) // 2)
-    return partition(name, balanced(400), balanced(100), **{**OPTIONS, "seed": 0, "groups": groups, **options})
+    given = {**OPTIONS, "seed": 0, "groups": groups, **options}
+    return partition(name, balanced(400), balanced(test_samples), **given)
 
 
 @quick
@@ -199,6 +200,18 @@ def test_extended_dirichlet_with_a_large_beta_has_the_class_counts_of_pcdd():
     assert np.abs(pcdd_counts - counts).max() <= 2
 
 
+def test_extended_dirichlet_divides_test_samples_by_the_proportions_of_the_training_samples():
+    split = split_by("extended_dirichlet", test_samples=400)
+    trained, tested = (class_counts(balanced(400), lists, 10) for lists in split)
+    np.testing.assert_array_equal(trained, tested)
+
+
+@pytest.mark.parametrize("name", ["pcdd", "extended_dirichlet"])
+def test_chance_decides_which_samples_of_a_class_an_owner_gets(name):
+    split = split_by(name, clients=20, classes_per_client=1, beta=1e6, test_samples=400)
+    assert all((np.diff(indices) < 0).any() for lists in split for indices in lists)
+
+
 @quick
 @given(label_sets(per_class=30), st.integers(1, 5), seeds)
 def test_quantity_skew_gives_every_client_the_minimum_size(labels, clients, seed):
@@ -209,10 +222,12 @@ def test_quantity_skew_gives_every_client_the_minimum_size(labels, clients, seed
 
 
 def test_quantity_skew_gives_clients_unequal_sizes_and_all_classes():
-    split = quantity(balanced(5000), balanced(100), clients=5, seed=0, beta=0.3)
-    sizes = np.array([len(indices) for indices in split.train])
-    assert sizes.max() > 3 * sizes.min()
-    assert (class_counts(balanced(5000), split.train, 10)[sizes > 200] > 0).all()
+    labels = np.sort(balanced(5000))
+    split = quantity(labels, labels, clients=5, seed=0, beta=0.3)
+    for lists in split:
+        sizes = np.array([len(indices) for indices in lists])
+        assert sizes.max() > 3 * sizes.min()
+        assert (class_counts(labels, lists, 10)[sizes > 200] > 0).all()
 
 
 def test_quantity_skew_divides_test_samples_in_proportion_to_training_samples():
@@ -281,6 +296,11 @@ def test_following_gives_each_client_test_samples_of_its_training_classes():
     train = (np.array([1, 3]), np.array([0, 2]), np.array([4, 5]))
     test_lists = following(train, np.array([0, 1, 0, 1, 0, 0]), np.array([1, 0, 1, 0, 0, 0]))
     assert [indices.tolist() for indices in test_lists] == [[0, 2], [1, 3], [4, 5]]
+
+
+def test_following_gives_exact_shares_where_there_are_such():
+    test_lists = following([[i] for i in range(49)], np.zeros(49, int), np.zeros(49, int))  # 1 / 49 * 49 < 1 in floats
+    assert [len(indices) for indices in test_lists] == [1] * 49
 
 
 def test_following_leaves_out_test_samples_of_a_class_that_nobody_trains_on():

@@ -234,6 +234,20 @@ def test_pa_after_other_numbers_of_local_epochs_has_no_verdict_and_is_in_no_coun
     assert "; 1 more compare PA after other numbers of local epochs)" in text
 
 
+@pytest.mark.parametrize(("epochs", "compared"), [(2, 1), (10, 0)])
+def test_a_mean_over_splits_of_pa_after_other_numbers_of_local_epochs_is_in_no_count(epochs, compared):
+    protocols = {"fedmr": "during training", "fedavg": f"global model fine-tuned for {epochs} epochs"}
+    results = [
+        made_up(name, 50.0, split=split) | {"metrics": {"pa_pct": 80.0}, "pa_protocol": protocol}
+        for split in "AB"
+        for name, protocol in protocols.items()
+    ]
+    expected = {"toy/table1": [Expected("avg", name, "", "pa_pct", 90.0, None, "", ("A", "B")) for name in protocols]}
+    averages = with_means(columns(results, expected), expected)[2:]
+    assert [column.split for column in averages] == ["avg"]
+    assert len(counts(averages, expected)) == compared
+
+
 def test_a_mean_over_domains_that_is_not_printed_is_the_mean_of_the_printed_ones():
     numbers = [Expected("A", "fccl", "", f"inter_top5_pct:{name}", value, None, "", ()) for name, value in
                (("art", 60.0), ("clipart", 64.0))]  # fmt: skip
@@ -249,16 +263,16 @@ def test_a_claim_that_its_paper_contradicts_is_refused():
 
 
 def test_a_claim_has_p_values_alone_and_corrected_over_its_table_and_the_page():
-    results = [made_up(name, 50.0 + seed * seed * (name == "fedmr"), seed, split=split) for seed in (0, 1, 2)
-             for name in ("fedmr", "fedavg") for split in "AB"]  # fmt: skip
+    results = [made_up(name, ga, seed, split=split) for seed in (0, 1, 2) for split in "AB"
+             for name, ga in (("fedmr", 60.0 + seed * seed), ("fedavg", 50.0))]  # fmt: skip
     other_claim = CLAIM._replace(table="toy/table2")
     other_results = [{**result, "table": "toy/table2"} for result in results]
-    judged = findings(
-        [CLAIM, other_claim], columns([*results, *other_results], PAPER), PAPER | {"toy/table2": PAPER["toy/table1"]}
-    )
-    first = judged[0]
+    other_scale = [{**result, "scale": "mid"} for result in results]
+    all_columns = columns([*results, *other_results, *other_scale], PAPER)
+    first, *_ = findings([CLAIM, other_claim], all_columns, PAPER | {"toy/table2": PAPER["toy/table1"]})
     assert first.in_table == pytest.approx(2 * first.alone.p)
-    assert first.best.p == pytest.approx(min(1.0, 4 * first.alone.p))
+    assert first.best.p == pytest.approx(6 * first.alone.p)
+    assert first.best.p < 0.1  # which is not cut at 1
 
 
 def test_a_claim_is_listed_at_every_scale_that_has_it():
