@@ -420,6 +420,10 @@ def test_one_split_gives_no_groups_of_indistinguishable_methods():
     assert cliques(np.array([1.0, 2.0, 3.0]), float("nan")) == []
 
 
+def test_mean_ranks_that_differ_by_just_the_critical_difference_are_told_apart():
+    assert cliques(np.array([1.0, 2.0, 2.5]), 1.0) == [(1, 2)]
+
+
 @pytest.mark.thorough
 def test_the_page_and_the_workers_create_their_folders(tmp_path, folder, capsys):
     assert main(command(folder, f"--page={tmp_path}/new/page.md", "--method=fedprox")) == 0
