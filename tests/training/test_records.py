@@ -143,6 +143,7 @@ def test_truncate_cuts_all_files_of_lines_back_to_the_checkpoints_round(folder):
 
 def test_a_finished_run_that_is_resumed_keeps_its_time_by_which_newer_runs_are_told(folder):
     folder.append({"round": 1, "ga": 0.1})
+    folder.append({"round": 1, "pa_per_client": [0.5]}, "clients.jsonl")
     os.utime(folder.path / "metrics.jsonl", (1, 1))
     folder.truncate([{"round": 1, "ga": 0.1}])
     assert (folder.path / "metrics.jsonl").stat().st_mtime == 1
