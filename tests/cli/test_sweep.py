@@ -620,6 +620,7 @@ def kill_at_the_start(run_dir):
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*clients.jsonl has lost the accuracies")
 @pytest.mark.parametrize("damage", [unfinish, kill_at_the_start])
 def test_a_damaged_unfinished_experiment_ends_with_the_same_numbers(swept, tmp_path, damage):
     assert swept_again(swept, tmp_path / "sweep", damage) == 0
