@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
@@ -224,7 +225,8 @@ def damage(number: int, original: Path, folder: Path, expected: list) -> dict:
         file.write_bytes(b"" if fault == "empty" or not content else content[: rng.randrange(len(content))])
     err = io.StringIO()
     try:
-        with redirect_stderr(err):
+        with redirect_stderr(err), warnings.catch_warnings():
+            warnings.simplefilter("default")  # as a command has them; the tests turn them into errors
             code = main([f"--resume={folder}"])
     except Exception as error:
         code, _ = 1, err.write(f"Traceback {error!r}")
