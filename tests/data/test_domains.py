@@ -165,6 +165,12 @@ def test_private_images_are_drawn_without_repetition(tmp_path):
     assert private_sizes(task) == (150, 80)
 
 
+def test_digits_have_the_published_private_images_and_local_epochs():
+    recipe = TASKS["digits"]
+    published = {"mnist": (150, 40), "usps": (80, 35), "svhn": (5000, 3), "syn": (1800, 4)}
+    assert dict(zip(recipe.domains, zip(recipe.private, recipe.local_epochs, strict=True), strict=True)) == published
+
+
 def test_digits_and_digits2_draw_the_same_private_images(tmp_path):
     store_files(tmp_path, TASKS["digits"].domains, (200, 100, 5001, 1801))
     digits, digits2 = (load_task(name, tmp_path, seed=5, side=8) for name in ("digits", "digits2"))
@@ -237,6 +243,8 @@ def private_sizes(task):
 def office_home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     arrays = archive(TASKS["office_home"].domains, per_class=60, num_classes=65)
+    order = np.random.default_rng(0).permutation(len(arrays["y"]))
+    arrays |= {name: arrays[name][order] for name in ("x", "y", "domain")}
     return {split: store_and_load_archive(folder, arrays, "office_home", split=split) for split in ("held_out", "code")}
 
 
@@ -477,9 +485,12 @@ def test_tiny_imagenet_is_cut_and_not_resized(tmp_path):
     np.savez(tmp_path / "tiny_imagenet.npz", x=np.repeat(image, 6, axis=0).astype(np.uint8))
     windows = np.lib.stride_tricks.sliding_window_view(image[0].astype(np.uint8), (8, 8, 3)).reshape(-1, 8, 8, 3)
     possible = {window.tobytes() for window in windows}
-    drawn = {window.tobytes() for window in load_public("tiny_imagenet", tmp_path, samples=6, seed=0, side=8)}
+    images = load_public("tiny_imagenet", tmp_path, samples=6, seed=0, side=8)
+    drawn = {window.tobytes() for window in images}
     assert drawn < possible
     assert len(drawn) > 1
+    by_path = load_public(str(tmp_path / "tiny_imagenet.npz"), tmp_path, samples=6, seed=0, side=8)
+    np.testing.assert_array_equal(by_path, images)
 
 
 def test_a_window_may_lie_at_every_edge_of_its_image():

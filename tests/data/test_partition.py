@@ -255,6 +255,7 @@ def test_with_a_tiny_beta_chance_decides_who_gets_almost_all():
 def test_where_no_proportion_is_left_dirichlet_gives_a_class_to_the_client_with_the_fewest_samples():
     split = split_by("dirichlet", clients=5, beta=1e-300, retry=False)
     assert [len(indices) for indices in split.train] == [80] * 5
+    assert (class_counts(balanced(400), split.train, 10).max(0) == 40).all()
 
 
 @quick
@@ -410,6 +411,11 @@ def test_a_function_from_outside_that_draws_without_the_seed_is_refused(tmp_path
 def test_training_and_test_lists_may_be_arrays_or_stand_in_a_list(lists):
     train, test = checked(lists, np.zeros(4), np.zeros(2), "split")
     assert [list(part) for part in (*train, *test)] == [[0, 1], [2, 3], [0], [1]]
+
+
+def test_the_client_whose_list_names_other_samples_is_named():
+    with pytest.raises(UserError, match=r"the training list of client 1 names samples outside of \[0, 4\)"):
+        checked([[0, 1], [9, 2], [3]], np.zeros(4), np.zeros(2), "split")
 
 
 def test_two_arrays_of_samples_are_two_clients():
