@@ -126,6 +126,17 @@ def test_best_rounds_of_fewer_tests_or_of_each_client_alone_have_no_verdict(tmp_
     assert any("no verdict on" in note for note in notes)
 
 
+def test_a_comparison_of_unlike_quantities_is_of_no_family(tmp_path):
+    runs = pairs(tmp_path, (0.3, 0.4, 0.5), (0.31, 0.42, 0.51))
+    alone = {result.metric: result.difference.p for result in compare(runs)[0]}
+    for seed, ga in enumerate((0.9, 0.1, 0.5)):
+        write_run(tmp_path / f"c{seed}", ga, seed=seed, shift=seed, method="moon", eval_every=5)
+    results, _ = compare(collect([tmp_path]))
+    (best, last) = (next(r for r in results if "fedgela" in r.other and r.metric == x) for x in ("ga_best", "ga_last"))
+    assert best.difference.p == pytest.approx(alone["ga_best"])
+    assert last.difference.p == pytest.approx(2 * alone["ga_last"])
+
+
 @pytest.mark.parametrize(
     ("entries", "unlike"),
     [
