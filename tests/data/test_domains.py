@@ -243,6 +243,8 @@ def private_sizes(task):
 def office_home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     arrays = archive(TASKS["office_home"].domains, per_class=60, num_classes=65)
+    order = np.random.default_rng(0).permutation(len(arrays["y"]))
+    arrays |= {name: arrays[name][order] for name in ("x", "y", "domain")}
     return {split: store_and_load_archive(folder, arrays, "office_home", split=split) for split in ("held_out", "code")}
 
 

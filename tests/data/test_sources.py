@@ -460,4 +460,4 @@ def test_levels_stored_as_floats_cause_a_warning(tmp_path):
     for fraction in (0.0, -0.25):  # as a resized image has
         with pytest.warns(UserWarning, match="holds numbers from 0 to 25.* as float32, which reach the model as they"):
             as_images(np.maximum(levels.astype(np.float32) + fraction, 0), "x")
-    assert as_images(levels, "x").dtype == np.uint8
+    assert as_images(levels, "x").dtype == as_images(levels.astype(np.int64), "x").dtype == np.uint8
