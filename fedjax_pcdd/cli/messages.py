@@ -46,6 +46,11 @@ def sentence(text: str) -> str:
     return spelled(text, flag, shlex.quote)
 
 
+def warn(text: str) -> None:
+    """Print a warning on stderr, with its fields written as options."""
+    print(f"warning: {sentence(text)}", file=sys.stderr)
+
+
 def invocation(name: str) -> str:
     """How a command is called: as a script of a checkout, if one was run, else as the installed program."""
     script = Path(sys.argv[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.cli.messages import flag, guarded, sentence
+from fedjax_pcdd.cli.messages import flag, guarded, sentence, warn
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
@@ -28,7 +28,7 @@ LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
 
 
 def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
-    """Parse `--x=v`, `--x v`, `--flag` and `--no-flag` into name -> text; the last occurrence of a name wins.
+    """Parse `--x=v`, `--x v`, `--flag` and `--no-flag` into name -> text; a name's last value counts, with a warning.
 
     Args:
       switches: options that take no value; None for those of runs.
@@ -61,6 +61,8 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
             if not remaining or remaining[0].startswith("--"):
                 raise UserError(_without_value(name))
             text = remaining.pop(0)
+        if texts.setdefault(name, text) != text:
+            warn(f"`{name}` is given more than once: the last value counts.")
         texts[name] = text
     return options.with_server(texts) if is_run and not {"resume", "help"} & texts.keys() else texts
 

@@ -1,13 +1,12 @@
 """One run from the command line: its arguments, and what it prints."""
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedjax_pcdd.cli.messages import guarded, invocation, sentence, starting
+from fedjax_pcdd.cli.messages import guarded, invocation, sentence, starting, warn
 from fedjax_pcdd.errors import is_there
 from fedjax_pcdd.training.config import RUN, RunConfig, check_written, run_folder
 
@@ -58,6 +57,8 @@ def _plainly_written(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
+    import jax
+
     from fedjax_pcdd.api import runs
     from fedjax_pcdd.training import hosts, interrupts, progress
 
@@ -66,18 +67,14 @@ def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
 
     try:
         with interrupts.watch(GRACE, killed), hosts.together(config, method, sentence) as host_config:
-            if host_config.quiet:
-                runs.run(host_config, method, origin, say=lambda _: None)
-                return
-            summary = runs.run(host_config, method, origin, last=[progress.RunBar()], say=_warn)
-            progress.show(summary, host_config.run_dir or Path())
+            say = warn if jax.process_index() == 0 else lambda _: None
+            bars = [] if host_config.quiet else [progress.RunBar()]
+            summary = runs.run(host_config, method, origin, last=bars, say=say)
+            if bars:
+                progress.show(summary, host_config.run_dir or Path())
     except KeyboardInterrupt as stop:
         stop.args = (f"{f'{stop}: ' if str(stop) else ''}{_how_to_continue(config)}",)
         raise
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {sentence(text)}", file=sys.stderr)
 
 
 def origin(given: Mapping[str, str], argv: Sequence[str]) -> dict[str, Any]:

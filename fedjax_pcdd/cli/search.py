@@ -7,14 +7,13 @@ as --seed=0:3, are repetitions, over which a trial is the mean. A failed run cou
 of run.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedjax_pcdd.api.grid import SEARCH
 from fedjax_pcdd.cli.help import information
-from fedjax_pcdd.cli.messages import flag, guarded, sentence, starting
+from fedjax_pcdd.cli.messages import flag, guarded, starting, warn
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.sweep import CONSOLE, all_over, conclude, of_what_has_begun, own_options, status, train
 from fedjax_pcdd.report.tables import terminal
@@ -55,8 +54,8 @@ def _main(argv: Sequence[str]) -> int:
     from fedjax_pcdd.api.search import ON_TEST, Search
 
     search = Search(options, results, metric=settings["metric"], seed=settings["search_seed"])
-    if search.on_test and not quiet:
-        print(f"warning: {sentence(ON_TEST)}", file=sys.stderr)
+    if search.on_test:
+        warn(ON_TEST)
     standings: list[Standing] = []
 
     def before(sweep: "Sweep", folder: Path) -> bool:

@@ -31,7 +31,7 @@ from rich.table import Table as RichTable
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
 from fedjax_pcdd.cli.help import information
-from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence, starting
+from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence, starting, warn
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
 from fedjax_pcdd.errors import UserError, imported, in_one_line, writing
@@ -173,11 +173,11 @@ def train(
     steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
     before: Callable[["Sweep", Path], bool] = lambda part, folder: True, *, quiet: bool = False,
 ) -> tuple[Path, list[Experiment]]:  # fmt: skip
-    """`api.sweep.run_stages` with what a command adds: signals, its origin, and a bar and advice unless quiet."""
+    """`api.sweep.run_stages` with what a command adds: signals, origins, warnings, and a bar unless quiet."""
     with starting():
         from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
 
-    reporters: Any = {"failed": _failed, "say": (lambda text: None) if quiet else _say}
+    reporters: Any = {"failed": _failed, "say": warn}
     console = Console(quiet=True) if quiet else CONSOLE
     with stopped_by_signals():
         return sweep.run_stages(
@@ -222,10 +222,6 @@ def _origin(experiment: Experiment) -> dict[str, Any]:
 
 def _failed(name: str, error: UserError) -> None:
     print(f"{name}: {sentence(error.sentence)}", file=sys.stderr)
-
-
-def _say(text: str) -> None:
-    print(f"warning: {sentence(text)}", file=sys.stderr)
 
 
 def status(standings: Sequence["Standing"]) -> Table:

@@ -505,6 +505,14 @@ def test_a_run_whose_folder_was_moved_is_continued_where_it_is_now(run_folder, t
     assert (config.resume, config.run_dir) == (tmp_path / "new",) * 2
 
 
+def test_the_last_of_several_values_of_an_option_counts_with_a_warning(capsys):
+    assert parse("--seed=1", "--lr=0.1", "--seed=2", "--lr=0.1", "--quiet", "--no-quiet")[0] == RunConfig(
+        seed=2, lr=0.1
+    )
+    again = "is given more than once: the last value counts."
+    assert capsys.readouterr().err == f"warning: --seed {again}\nwarning: --quiet {again}\n"
+
+
 def test_a_continued_run_may_change_options_that_affect_no_result(run_folder):
     config, _ = parse(f"--resume={run_folder}", "--quiet", "--keep=9", "--device=cpu", "--lr=0.05", "--method=fedmr")
     assert (config.quiet, config.keep, config.device) == (True, 9, "cpu")
