@@ -131,6 +131,14 @@ def test_the_recipes_use_the_data_metric_and_logger_that_they_define(session):
     )  # fmt: skip
 
 
+@pytest.mark.thorough
+def test_the_recipe_of_a_pretrained_backbone_keeps_it_and_trains_the_head(session):
+    params = session["frozen"].variables["params"]
+    for name, array in session["pretrained"]["params"]["Dense_0"].items():
+        np.testing.assert_allclose(params["backbone"]["Dense_0"][name], array, 1e-6)
+    assert np.any(params["head"]["bias"] != 0)
+
+
 def test_the_example_method_has_at_most_thirty_lines():
     assert EXAMPLE.count("\n") <= 30
 

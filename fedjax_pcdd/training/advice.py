@@ -152,6 +152,16 @@ def about_precision(precision: str, model: Classifier, image_shape: tuple[int, .
     return [f"`precision=bfloat16` reaches the images alone: the features of this model are float32; {advice}."]
 
 
+def about_rounding(precision: str, dataset: Dataset) -> list[str]:
+    """A sentence if samples hold whole numbers, as codes of words or columns are, that bfloat16 rounds to others."""
+    x = dataset.x_train[:LOOKED_AT]
+    if precision != "bfloat16" or x.dtype != np.float32:
+        return []
+    rounded = (x == np.rint(x)) & (x.astype(jnp.bfloat16) != x)
+    sentence = "`precision=bfloat16` rounds whole numbers above 256 that samples hold: scale them, or drop the option."
+    return [sentence] * bool(rounded.any())
+
+
 def about_norms(bn: str, model: Classifier, image_shape: tuple[int, ...]) -> list[str]:
     """A sentence if the option `bn` has nothing to change in the model; else no sentence."""
     changes = {

@@ -54,5 +54,6 @@ def with_weights(variables: Tree, weights: dict[str, np.ndarray], file: Path) ->
 
     result = jax.tree_util.tree_map_with_path(choose, variables)
     if unused:
-        raise UserError(f"{file} has {min(unused)}, which is not part of the model: leave it out.")
+        advice = "leave it out, or if it is of the last dense layer, call it head:params/kernel or head:params/bias"
+        raise UserError(f"{file} has {min(unused)}, which is not part of the backbone: {advice}.")
     return result

@@ -258,6 +258,7 @@ class Setup:
         sentences = advice.unused(config, method.traits()) + advice.idle(method)
         sentences += advice.about_neck(config.neck, model) + advice.about_norms(config.bn, model, shape)
         sentences += advice.about_precision(config.precision, model, shape)
+        sentences += advice.about_rounding(config.precision, federation.dataset)
         sentences += misspelt(method, Method) + not_called(method)
         sentences += advice.too_few(config, federation) + advice.twice(federation)
         sentences += advice.only_tested(federation.dataset)

@@ -183,3 +183,18 @@ def test_a_model_of_ones_own_that_computes_in_float32_is_said_not_to_follow_the_
         still(digits, Net(), precision="bfloat16")
     sentences = [str(w.message) for w in caught]
     assert any("precision=bfloat16 reaches the images alone" in text for text in sentences) == warned
+
+
+@pytest.mark.parametrize(("largest", "warned"), [(257, True), (256, False)])
+def test_codes_that_bfloat16_would_round_to_others_are_named(largest, warned):
+    class Embedding(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Embed(300, 4, dtype=jnp.bfloat16)(x.reshape(len(x), -1).astype(int)).mean(1)
+
+    codes, y = np.full((4, 3), largest), np.arange(4) % 2
+    words = fp.Federation(fp.from_arrays(codes, y, codes, y), fp.Partition([[0, 1], [2, 3]], [[0, 1], [2, 3]]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        still(words, Embedding(), precision="bfloat16")
+    assert any("rounds whole numbers above 256" in str(w.message) for w in caught) == warned
