@@ -158,7 +158,12 @@ class History(TrainedModels):
         what = what or "ga"
         if not hasattr(ax, "plot"):
             raise UserError(f"takes axes of matplotlib, not {shortened(ax)}: `what` names a curve.", field="ax")
-        numbers = [name for r in self.rows for name, x in r.items() if isinstance(x, int | float) and name != "round"]
+        numbers = [
+            name
+            for row in self.rows
+            for name, x in row.items()
+            if name != "round" and (isinstance(x, int | float) or getattr(x, "ndim", 1) == 0)
+        ]
         if what not in (known := dict.fromkeys([*CURVES, *numbers])):
             raise UserError(f"there is no curve '{what}': {nearest(what, known)}")
         upwards, factor = axis_of(what)

@@ -11,7 +11,7 @@ other, took 0.5 and 1.0 ms; one-hot products took 0.7 ms for the crop alone, sel
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,11 +56,11 @@ class Pipeline:
     def __post_init__(self):
         for name in ("mean", "std"):
             values = getattr(self, name)
-            if not isinstance(values, tuple | list) or not all(isinstance(value, int | float) for value in values):
+            if not isinstance(values, tuple | list) or not all(isinstance(value, Real) for value in values):
                 raise UserError(f"takes a number for each channel, as (0.5,), not {shortened(values)}.", field=name)
             if not all(map(math.isfinite, values)):
                 raise UserError("must be finite numbers: correct them.", field=name)
-            object.__setattr__(self, name, tuple(values))
+            object.__setattr__(self, name, tuple(value if isinstance(value, int) else float(value) for value in values))
         if not all(value > 0 for value in self.std):
             raise UserError("must be above 0, as images are divided by it.", field="std")
         if self.crop not in ("none", "reflect", "zero"):
@@ -68,7 +68,7 @@ class Pipeline:
         for name in ("padding", "window"):
             if not isinstance(pixels := getattr(self, name), Integral) or pixels < 0:
                 raise UserError(f"must be a number of pixels, 0 or more, not {shortened(pixels)}.", field=name)
-        if not isinstance(self.rotate, int | float) or not 0 <= self.rotate <= 180:
+        if not isinstance(self.rotate, Real) or not 0 <= self.rotate <= 180:
             raise UserError(f"must be an angle from 0 to 180 degrees, not {shortened(self.rotate)}.", field="rotate")
 
     @property

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class EarlyStopping(Callback):
         Raises:
           UserError: a value out of these bounds; an unknown metric only after the first round.
         """
-        if not isinstance(patience, int) or not isinstance(least, int | float):
+        if not isinstance(patience, Integral) or not isinstance(least, Real):
             raise UserError("early stopping takes a whole number of rounds as patience, and a number as least rise.")
         if patience < 1 or least < 0:
             raise UserError("early stopping needs a patience of at least 1 and a least rise of at least 0.")
@@ -49,8 +50,9 @@ class EarlyStopping(Callback):
         value = row.get(name)
         if value is None:
             return False  # this round was not evaluated
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) and getattr(value, "ndim", 1):
             raise UserError(f"early stopping looks at one number, of which '{name}' has several: choose another.")
+        value = float(value)  # of a callback it may be a number of NumPy's or JAX's
         rises = round(value - self.best, DIGITS) > self.least
         self.best, self.waited = (value, 0) if rises else (self.best, self.waited + 1)
         return self.waited >= self.patience

@@ -551,10 +551,15 @@ def test_plot_draws_the_evaluated_rounds_in_percent(history):
 
 
 def test_plot_draws_numbers_of_ones_own_too(federation):
-    history = fp.simulate(federation, fp.FedAvg(), metrics={"twice": lambda run: 2.0 * run.round}, **small())
-    twice, spread = fp.plot(history, what=("twice", "pa_std")).axes
-    np.testing.assert_allclose(twice.lines[0].get_xydata(), [[1, 2], [2, 4]])
-    assert (twice.get_ylabel(), spread.get_ylabel()) == ("twice", "pa_std (%)")
+    def thrice(run, report):
+        run.history.rows[-1] |= {"thrice": jnp.float32(3 * run.round)}
+
+    twice = {"twice": lambda run: 2.0 * run.round}
+    history = fp.simulate(federation, fp.FedAvg(), metrics=twice, callbacks=[thrice], **small())
+    panels = fp.plot(history, what=("twice", "thrice", "pa_std")).axes
+    for ax, factor in zip(panels[:2], (2, 3), strict=True):
+        np.testing.assert_allclose(ax.lines[0].get_xydata(), [[1, factor], [2, 2 * factor]])
+    assert [ax.get_ylabel() for ax in panels] == ["twice", "thrice", "pa_std (%)"]
 
 
 def test_plot_of_a_federation_shows_its_class_counts(federation):

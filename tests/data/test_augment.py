@@ -234,6 +234,13 @@ def test_dermoscopy_needs_square_images():
         augment.pipeline("isic2019", False, (40, 24, 3))
 
 
+def test_constants_may_be_numbers_of_numpy():
+    mean = np.float32([0.1, 0.2])
+    of_numpy, of_python = Pipeline(mean=tuple(mean), std=list(mean)), mean.tolist()
+    assert repr(of_numpy) == repr(Pipeline(mean=of_python, std=of_python))
+    assert Pipeline(rotate=np.float32(15)) == Pipeline(rotate=15)
+
+
 def test_cifar100_keeps_its_constants_whatever_the_path_of_its_file():
     assert augment.public_pipeline("/data/cifar100_subset.npz") == augment.public_pipeline("cifar100_subset")
 

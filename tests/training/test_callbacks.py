@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -158,6 +159,15 @@ def test_small_rises_that_add_up_count_as_a_rise():
         run.history.rows.append({"ga": ga})
         assert not stopping.on_round(run, None)  # 0.112 is 0.01 above the first
     assert (stopping.best, stopping.waited) == (0.112, 2)
+
+
+def test_early_stopping_takes_numbers_of_numpy_and_jax():
+    stopping = fp.EarlyStopping("norm", patience=np.int64(1), least=np.float32(0.125))
+    run = SimpleNamespace(history=History())
+    for norm, ends in ((np.float32(0.5), False), (jnp.float32(0.75), False), (np.array(0.75), True)):
+        run.history.rows.append({"ga": 0.1, "norm": norm})
+        assert bool(stopping.on_round(run, None)) == ends
+    assert json.loads(json.dumps(stopping.state())) == [0.75, 1]
 
 
 def test_restored_early_stopping_waits_on_and_equal_accuracy_is_no_rise():
