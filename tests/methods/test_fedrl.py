@@ -1,5 +1,6 @@
 """FedRL: the review of one layer after another."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 import toy
 from golden_vectors import cases
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.contrastive import review_distance
 from fedjax_pcdd.methods import Batch
@@ -45,6 +47,24 @@ def test_equal_layers_have_distance_and_gradient_zero(distance):
     value, gradient = jax.value_and_grad(lambda x: review_distance(x, layer, distance=distance))(layer)
     assert value == 0
     assert not gradient.any()
+
+
+@pytest.mark.parametrize("distance", ["per_sample", "batch_norm", "squared"])
+@pytest.mark.parametrize(("relative", "differs"), [(1e-6, False), (1e-4, True)])
+def test_rounding_is_no_distance(distance, relative, differs):
+    received = 100 * jax.random.normal(jax.random.key(0), (4, 30))
+    layer = received * (1 + relative * jax.random.normal(jax.random.key(1), (4, 30)))
+    value, gradient = jax.value_and_grad(lambda x: review_distance(x, received, distance=distance))(layer)
+    assert (value > 0, *gradient.any(1)) == (differs,) * 5
+
+
+def test_the_first_step_of_a_round_is_that_of_fedavg():
+    x, y = np.random.default_rng(0).random((96, 28, 28, 1), np.float32), np.arange(96) % 3
+    thirds = np.split(np.arange(96), 3)
+    federation = fp.Federation(fp.from_arrays(x, y, x, y), fp.Partition(thirds, thirds))
+    steps = {"rounds": 1, "local_steps": 1, "batch_size": 32, "fine_tune_epochs": 0, "model": "mlp", "lanes": 3}
+    fedavg, fedrl = (fp.simulate(federation, method, **steps) for method in (fp.FedAvg(), FedRL(mu=50.0)))
+    chex.assert_trees_all_close(fedrl.variables, fedavg.variables, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("distance", VECTOR_NAMES)
