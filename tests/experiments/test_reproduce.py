@@ -301,6 +301,8 @@ def test_a_table_of_eigenvalues_gets_them_from_the_last_checkpoint(folders):
     ("argv", "sentence"),
     [
         (["--page", "--claims"], "--page and --claims ask for different things: choose one."),
+        (["--list", "--status"], "--status and --list ask for different things: choose one."),
+        (["--dry-run", "--page"], "--page and --dry-run ask for different things: choose one."),
         (["--claims", "--scale=cpu"], "--scale chooses cells, and --claims is of all results: leave it out."),
         (["--coverage", "--claim=above"], "--claim chooses cells, and --coverage is of all results: leave it out."),
         (["--budget-minutes=-1"], "--budget-minutes must be above 0"),
