@@ -19,6 +19,7 @@ from fedjax_pcdd.training.presets import PAPERS
 from reproduction.plan import Cell, check, read_plan
 
 CPU_PLANS = ("cpu", "mid", "long", "full")
+OF_ALL = ("page", "coverage", "claims")  # options that ask for something of all results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +87,11 @@ def reproduce_main(experiments: Path, argv: Sequence[str] | None = None, papers:
 
 def _check(options: Options) -> None:
     """Raise UserError for options that would be ignored, and for pages of nothing."""
-    asked = [name for name in ("page", "coverage", "claims", "status") if getattr(options, name)]
+    asked = [name for name in (*OF_ALL, "status", "list", "dry_run") if getattr(options, name)]
     if len(asked) > 1:
         raise UserError(f"`{asked[0]}` and `{asked[1]}` ask for different things: choose one.")
     chosen = [name for name in ("scale", "only", "claim") if getattr(options, name) is not None]
-    if asked and asked != ["status"] and chosen:
+    if chosen and {*asked} & {*OF_ALL}:
         raise UserError(f"`{chosen[0]}` chooses cells, and `{asked[0]}` is of all results: leave it out.")
     if options.page and not is_there(options.results_dir, Path.is_dir):
         raise UserError(f"there is no folder {options.results_dir}: name that of the results.", field="results_dir")

@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 
 from fedjax_pcdd.cli.options import configure
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.methods import Method
-from fedjax_pcdd.training.config import RunConfig
-from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
+from fedjax_pcdd.methods import METHODS, Method, plain_name
+from fedjax_pcdd.registry import is_import_path
+from fedjax_pcdd.training.config import RUN, RunConfig
+from fedjax_pcdd.training.fields import as_mapping, convert, load_mapping, read_text
 from fedjax_pcdd.training.presets import Preset, read_preset
 
 KEYS = ("table", "splits", "methods", "variants", "seeds", "settings", "own", "tag", "note")
+CHOSEN = ("preset", "split", "method", "variant", "seed")  # by a block's other keys, which settings must not replace
 
 
 class Cell(NamedTuple):
@@ -89,7 +91,7 @@ def read_plan(scale: str, folder: Path, presets: Path) -> Plan:
         raise UserError(f"there is no plan '{scale}': {nearest(scale, plans)}")
     top = load_mapping(read_text(path), str(path))
     blocks = top.get("blocks")
-    if not set(top) <= {"settings", "blocks"} or not isinstance(blocks, list):
+    if not set(top) <= {"settings", "blocks"} or not isinstance(blocks, list) or not blocks:
         raise UserError(f"{path} must hold 'settings' and a list of 'blocks'.")
     common = as_mapping(top.get("settings"), f"'settings' in {path}")
     cells: dict[tuple[str, str], Cell] = {}
@@ -124,18 +126,28 @@ def _cells(scale: str, block: Mapping[str, Any], common: Mapping[str, Any], loca
         raise UserError(f"{location} needs a line `table: PAPER/TABLE`.")
     preset = read_preset(str(block["table"]), presets)
     settings = {**common, **as_mapping(block.get("settings"), f"'settings' of {location}")}
-    own_settings = {
-        str(name): as_mapping(entry, f"'{name}' of {location}") for name, entry in (block.get("own") or {}).items()
-    }
-    splits = _listed(block, "splits", list(preset.splits) or [None], location)
-    seeds = _listed(block, "seeds", [0], location)
+    own_settings = _own(block, preset, location)
+    splits = [x if x is None else str(x) for x in _listed(block, "splits", list(preset.splits) or [None], location)]
+    seeds = [convert(RUN["seed"], str(x), f"'seeds' of {location}") for x in _listed(block, "seeds", [0], location)]
     rows, tag = _rows(preset, block, location), str(block.get("tag") or "")
     return [
-        Cell(scale, str(block["table"]), split, method, variant, tag, int(seed), _texts(
-            {**settings, **own_settings.get(method, {}), **own_settings.get(variant or "", {})}
+        Cell(scale, str(block["table"]), split, method, variant, tag, seed, _texts(
+            {**settings, **own_settings.get(method, {}), **own_settings.get(variant or "", {})}, location
         ))
         for seed, split, (method, variant) in itertools.product(seeds, splits, rows)
     ]  # fmt: skip
+
+
+def _own(block: Mapping[str, Any], preset: Preset, location: str) -> dict[str, dict[str, Any]]:
+    """Settings by the names of single methods and variants; others than the block's may share them."""
+    own = block.get("own") or {}
+    if not isinstance(own, dict):
+        raise UserError(f"'own' of {location} must hold `method: settings` lines.")
+    for name in map(str, own):
+        if name not in preset.variants and (plain := plain_name(name)) not in METHODS and not is_import_path(plain):
+            known = [*preset.variants, *METHODS]
+            raise UserError(f"'own' of {location} names no method or variant by '{name}': {nearest(name, known)}")
+    return {str(name): as_mapping(entry, f"'{name}' of {location}") for name, entry in own.items()}
 
 
 def _rows(preset: Preset, block: Mapping[str, Any], location: str) -> list[tuple[str, str | None]]:
@@ -158,8 +170,10 @@ def _listed(block: Mapping[str, Any], key: str, default: list, location: str) ->
     return value
 
 
-def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The values as they are written on the command line."""
+def _texts(settings: Mapping[str, Any], location: str) -> dict[str, str]:
+    """The values as they are written on the command line; UserError for what makes another cell of it."""
+    if chosen := next((name for name in CHOSEN if name in settings), None):
+        raise UserError(f"settings of {location} have '{chosen}', which decides what a cell is: leave it out.")
     return {
         name: str(value).lower() if value is None or isinstance(value, bool) else str(value)
         for name, value in settings.items()

@@ -188,10 +188,10 @@ def _first(members: Sequence[Entry], reference: RunRecord) -> Entry | None:
 def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[list[RunRecord], list[RunRecord]]:
     """Runs of both experiments with the same seed and partition."""
     a, b = ({run.seed: run for run in entry.runs} for entry in (first, other))
-    for entry, unpaired in ((first, sorted(a.keys() - b.keys())), (other, sorted(b.keys() - a.keys()))):
+    for entry, partner, unpaired in ((first, other, a.keys() - b.keys()), (other, first, b.keys() - a.keys())):
         if unpaired:
-            seeds = ", ".join(map(str, unpaired))
-            notes.append(f"{data}: seed {seeds} of {entry.label} has no partner and is left out.")
+            seeds = ", ".join(map(str, sorted(unpaired)))
+            notes.append(f"{data}: seed {seeds} of {entry.label} has no partner in {partner.label} and is left out.")
     seeds = sorted(a.keys() & b.keys())
     for seed in seeds:
         names = f"{first.label} and {other.label}"

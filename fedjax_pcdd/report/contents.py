@@ -192,7 +192,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     names = [f"{columns}={_written(x)}" if columns else str(x) for x in heads]
     digits = 3 if metric == SECONDS else 2  # as in a group's own table
     headings = tuple(Column(name, metric, digits, direction) for name in names)
-    name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
+    name = with_pa_named((ACCURACIES | SPREAD).get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))
 

@@ -118,11 +118,29 @@ def test_the_same_cell_with_other_settings_needs_a_tag(folders):
         ("blocks: [{table: toy/table1, splits: A}]", "'splits' of block 1 .* must be a list"),
         ("blocks: [{table: toy/table1, variants: [intra]}]", "has no variant 'intra': did you mean 'intra-only'"),
         ("cells: []", "must hold 'settings' and a list of 'blocks'"),
+        ("blocks: []", "must hold 'settings' and a list of 'blocks'"),
+        ("blocks: [{table: toy/table1, seeds: [0:3]}]", "'seeds' of block 1 .* takes an integer, not '0:3'"),
+        ("blocks: [{table: toy/table1, seeds: [0.5]}]", "'seeds' of block 1 .* takes an integer, not '0.5'"),
+        ("blocks: [{table: toy/table1, own: {fedprx: {mu: 5}}}]", "no method or variant by 'fedprx': .*'fedprox'"),
+        ("blocks: [{table: toy/table1, own: [fedprox]}]", "'own' of block 1 .* must hold `method: settings` lines"),
+        ("settings: {seed: 7}\nblocks: [{table: toy/table1}]", "settings of block 1 .* have 'seed', which decides"),
+        ("blocks: [{table: toy/table1, own: {fedprox: {method: moon}}}]", "block 1 .* have 'method', which decides"),
     ],
 )
 def test_a_wrong_plan_is_refused_in_one_sentence(folders, text, sentence):
     with pytest.raises(UserError, match=sentence):
         planned(folders, text)
+
+
+def test_settings_of_single_methods_name_variants_and_methods_from_outside(folders):
+    own = "own: {intra-only: {mu1: 2}, fedavg+adam: {server_lr: 1}, mine.py:Mine: {mu: 3}, moon: {mu: 1}}"
+    cells = cells_named(folders, "tiny-A-fedmr-intra-only-s0", f"blocks: [{{table: toy/table1, {own}}}]")
+    assert cells[0].settings == {"mu1": "2"}
+
+
+def test_a_split_that_is_a_number_is_named(folders):
+    with pytest.raises(UserError, match=r"toy/table1 tiny-10-fedavg-s0: .*no split '10'"):
+        check(planned(folders, "blocks: [{table: toy/table1, splits: [10], methods: [fedavg]}]"), folders.presets)
 
 
 def test_a_cell_that_cannot_run_is_named_before_anything_runs(folders):
@@ -283,6 +301,8 @@ def test_a_table_of_eigenvalues_gets_them_from_the_last_checkpoint(folders):
     ("argv", "sentence"),
     [
         (["--page", "--claims"], "--page and --claims ask for different things: choose one."),
+        (["--list", "--status"], "--status and --list ask for different things: choose one."),
+        (["--dry-run", "--page"], "--page and --dry-run ask for different things: choose one."),
         (["--claims", "--scale=cpu"], "--scale chooses cells, and --claims is of all results: leave it out."),
         (["--coverage", "--claim=above"], "--claim chooses cells, and --coverage is of all results: leave it out."),
         (["--budget-minutes=-1"], "--budget-minutes must be above 0"),

@@ -175,7 +175,7 @@ def test_seeds_without_a_partner_are_left_out_with_a_note(tmp_path):
     extra = collect([write_run(tmp_path / "c", seed=9)])
     results, notes = compare([*runs, *extra])
     assert results[0].difference.seeds == (0, 1)
-    assert notes == ["digits · dirichlet0.1: seed 9 of fedavg has no partner and is left out."]
+    assert notes == ["digits · dirichlet0.1: seed 9 of fedavg has no partner in fedgela and is left out."]
 
 
 def test_other_partitions_of_the_same_seed_are_not_compared(tmp_path):

@@ -173,7 +173,9 @@ def test_the_smallest_spread_and_the_largest_worst_tenth_rank_best(tmp_path, cel
     (run_group,) = group(runs, cells)
     for heading, best in (("PA std over clients", "moon"), ("PA of the worst tenth", "fedavg")):
         assert row(own_table(run_group), best)[heading].rank == 1
-    assert [line.cells[0].rank for line in pivot(runs, "method", None, "pa_std").rows] == [2, 1]
+    table = pivot(runs, "method", None, "pa_std")
+    assert [line.cells[0].rank for line in table.rows] == [2, 1]
+    assert table.title == "PA std over clients, %, by method"
 
 
 def test_runs_with_other_hyperparameters_are_not_averaged(tmp_path, cells):
