@@ -125,7 +125,7 @@ def _column(columns: Sequence[Column], scale: str, measured: Measured, tag: str)
 
 
 def _change(reading: Row | None, default: Row | None) -> tuple[Difference, Difference] | None:
-    if reading is None or default is None:
+    if reading is None or default is None or reading.images != default.images:
         return None
     best, last_ten = (difference(reading, default, METRIC, of=rounds) for rounds in ("best", "last ten"))
     return None if best is None or last_ten is None else (best, last_ten)
@@ -206,9 +206,9 @@ def _gaps(columns: Sequence[Column], scale: str, measured: Measured, numbers: Ma
     for tag in measured.tags:
         column = _column(columns, scale, measured, tag)
         reading_row = column.row(row) if column else None
-        reading_delta = (
-            difference(reading_row, (column and column.row(BASELINE)) or baseline, METRIC) if reading_row else None
-        )
+        if column is None or reading_row is None or reading_row.images != default_row.images:
+            continue
+        reading_delta = difference(reading_row, column.row(BASELINE) or baseline, METRIC)
         default_delta = reading_delta and difference(default_row, baseline, METRIC, seeds=reading_delta.seeds)
         if reading_delta is None or default_delta is None or reading_delta.seeds != default_delta.seeds:
             continue

@@ -9,7 +9,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import METRICS, PA, PA_LAST
 from fedjax_pcdd.report.statistics import Difference, family
 from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
-from reproduction.columns import BASELINE, Column, Epochs, Expectations, Row, alike, difference, in_words, printed
+from reproduction.columns import BASELINE, Column, Epochs, Expectations, alike, difference, in_words, printed
 from reproduction.verdicts import UNLIKE, VERDICTS, against
 
 POINTS = "pct", "fraction"  # endings of the metrics that are in percent points
@@ -157,7 +157,7 @@ def _finding(claim: Claim, column: Column, paper: float | None) -> Finding | Non
     if higher is None or lower is None or best is None:
         return None
     found = Finding(
-        claim, column.split, column.tag, column.scale, paper, best, None, images=_images(higher),
+        claim, column.split, column.tag, column.scale, paper, best, None, images=higher.images,
         superseded=lower.superseded | higher.superseded, averages="options" not in higher.results[0],
     )  # fmt: skip
     if not alike(higher, lower, claim.metric):
@@ -169,11 +169,6 @@ def _finding(claim: Claim, column: Column, paper: float | None) -> Finding | Non
         unchosen=unchosen, of_last=of_last, by_last=last_epoch,
         alone=best, alone_by_last=last_epoch, alone_unchosen=unchosen,
     )  # fmt: skip
-
-
-def _images(row: Row) -> str:
-    over_preset = row.results[0].get("over_preset", {})
-    return over_preset.get("dataset") or over_preset.get("task", "")
 
 
 def _adjusted(all_findings: Sequence[Finding]) -> list[Finding]:

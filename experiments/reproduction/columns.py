@@ -60,6 +60,12 @@ class Row(NamedTuple):
         return {r["seed"]: 100.0 * r["pa_last"] for r in self.results if r.get("pa_last") is not None}
 
     @property
+    def images(self) -> str:
+        """The data set or task that it was run on in place of the table's, "" if on the table's."""
+        over_preset = self.results[0].get("over_preset", {})
+        return over_preset.get("dataset") or over_preset.get("task", "")
+
+    @property
     def tuned(self) -> bool:
         """Whether PA is that of the fine-tuned global model."""
         return tuned_epochs(self.results[0]) is not None
