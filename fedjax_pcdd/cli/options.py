@@ -27,12 +27,15 @@ from fedjax_pcdd.training.presets import PRESETS, read_run
 LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
 
 
-def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
-    """Parse `--x=v`, `--x v`, `--flag` and `--no-flag` into name -> text; a name's last value counts, with a warning.
+def scan(
+    argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None, *, lists: bool = False
+) -> dict[str, str]:
+    """Parse `--x=v`, `--x v`, `--flag` and `--no-flag` into name -> text; the last occurrence of a name wins.
 
     Args:
       switches: options that take no value; None for those of runs.
       words: collects what is no option; None if only options are allowed.
+      lists: whether options take lists, so that one that is given twice may be meant as such and is warned about.
 
     Raises:
       UserError: something that is no option, or an option without its value.
@@ -61,8 +64,8 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
             if not remaining or remaining[0].startswith("--"):
                 raise UserError(_without_value(name))
             text = remaining.pop(0)
-        if texts.setdefault(name, text) != text:
-            warn(f"`{name}` is given more than once: the last value counts.")
+        if lists and texts.setdefault(name, text) != text:
+            warn(f"`{name}` is given more than once: the last one counts. Several values have commas between them.")
         texts[name] = text
     return options.with_server(texts) if is_run and not {"resume", "help"} & texts.keys() else texts
 
