@@ -29,7 +29,7 @@ from fedjax_pcdd.errors import UserError, expanded, in_one_line, is_there, neare
 
 T = TypeVar("T")
 
-_imported: dict[str, dict[Path, str]] = {}  # of files of the user, by their module: those beside them, with SHA-256
+_imported: dict[str, dict[Path, str]] = {}  # of files of the user, by their module: they and those beside, with SHA-256
 _recorded: dict[str, "Origin"] = {}  # by name in the configurations that were read, for names that no longer resolve
 
 
@@ -204,7 +204,8 @@ def _module_of_file(file: Path) -> ModuleType:
         raise UserError(f"there is no file {file}: check the path.")
     file = file.resolve()
     root, package = package_of(file)
-    name = f"{PACKAGE}_{file.stem}_{hashlib.sha256(f'{file} {file_sha256(file)}'.encode()).hexdigest()[:12]}"
+    content = file_sha256(file)
+    name = f"{PACKAGE}_{file.stem}_{hashlib.sha256(f'{file} {content}'.encode()).hexdigest()[:12]}"
     name = f"{package}.{name}" if package else name
     if name in sys.modules:
         _check_beside(_imported.get(name, {}))
@@ -218,7 +219,7 @@ def _module_of_file(file: Path) -> ModuleType:
     try:
         # Not through the loader: its bytecode cache recognises an edited file by time and size alone.
         exec(compile(file.read_bytes(), file, "exec"), vars(module))
-        _imported[name] = _loaded_beside(file)
+        _imported[name] = {file: content} | _loaded_beside(file)
     except BaseException:
         del sys.modules[name]
         raise
@@ -236,6 +237,12 @@ def _loaded_beside(file: Path) -> dict[Path, str]:
         if loaded is not None and Path(loaded).resolve() != path.resolve():
             raise UserError(f"{file} imports {path.name}, but {loaded} has that name in this program: rename one.")
     return {path: file_sha256(path) for path in beside}
+
+
+def check_unedited(cls: type) -> None:
+    """Raise UserError if a file of the user that the class or a base of it comes from has changed since its import."""
+    for base in cls.__mro__:
+        _check_beside(_imported.get(base.__module__, {}))
 
 
 def _check_beside(sha256: Mapping[Path, str]) -> None:

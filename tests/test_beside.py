@@ -11,6 +11,7 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import load_object
+from fedjax_pcdd.training.config import dump, parse_config
 from fedjax_pcdd.training.presets import read_run
 
 METHOD = """
@@ -87,6 +88,14 @@ def test_a_file_that_changed_after_its_import_is_not_used_as_it_was(folder):
     write(folder / "scales.py", "SCALE = 3.0\n")
     with pytest.raises(UserError, match=r"scales.py has changed since it was imported: start Python anew"):
         load_object("mine.py:Scaled")
+
+
+def test_a_method_whose_file_changed_after_its_import_is_not_recorded_with_the_new_content(folder):
+    config, method = parse_config("method: mine.py:Scaled")  # as a sweep does long before its last run begins
+    assert "mine.py:Scaled" in dump(config, method)
+    write(folder / "mine.py", METHOD + "# edited\n")
+    with pytest.raises(UserError, match=r"mine.py has changed since it was imported: start Python anew"):
+        dump(config, method)
 
 
 def test_files_of_one_name_in_two_folders_are_not_mixed_up(folder):

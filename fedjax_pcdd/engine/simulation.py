@@ -170,6 +170,7 @@ class Simulation(Planner):
             own_weights=weights == "method",
             steps=int(self.round_steps.max()),
             cohort=self.cohort_size if whole is None else whole.num_clients,
+            image_shape=self.image_shape,
         )
 
     def _passes(self, size: int) -> dict[str, Any]:

@@ -141,6 +141,7 @@ class Setting(NamedTuple):
       cohort: S, clients per round, among those with samples; 0 if not known.
       own_layers: paths of the parameters that stay with their client.
       keeps_optimiser: whether the local optimiser's state stays with the client (`optimizer_state=kept`).
+      image_shape: of what the model reads, without B, as (H, W, channels); () if not known.
     """
 
     num_classes: int
@@ -159,6 +160,7 @@ class Setting(NamedTuple):
     cohort: int = 0
     own_layers: tuple[tuple[str, ...], ...] = ()
     keeps_optimiser: bool = False
+    image_shape: tuple[int, ...] = ()
 
 
 class Facts(NamedTuple):

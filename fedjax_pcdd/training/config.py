@@ -14,7 +14,7 @@ import yaml
 
 from fedjax_pcdd.data.partition import CLIENTS, check_name, has_clients
 from fedjax_pcdd.errors import UserError, is_there, shortened
-from fedjax_pcdd.registry import recall, short_name
+from fedjax_pcdd.registry import check_unedited, recall, short_name
 from fedjax_pcdd.training import fields
 from fedjax_pcdd.training.fields import check, options_of, run_option
 
@@ -367,9 +367,13 @@ def _made(cls: type["Method"], given: Mapping[str, Any]) -> "Method":
 
 
 def dump(config: RunConfig, method: "Method") -> str:
-    """Every run option and every hyper-parameter as flat YAML, and the origins of parts from outside this package."""
+    """Every run option and every hyper-parameter as flat YAML, and the origins of parts from outside this package.
+
+    UserError if the file of the method is no longer what was imported.
+    """
     from fedjax_pcdd.training.outside import OUTSIDE, origins_of  # imports much that the help does not need
 
+    check_unedited(type(method))  # the origins are of the files as they are now, and a sweep imports its methods once
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values(config, method).items()}
     origins = {name: origin._asdict() for name, origin in origins_of(config).items()}
     plain |= {OUTSIDE: origins} if origins else {}

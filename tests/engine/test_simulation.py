@@ -324,6 +324,12 @@ def test_the_setting_describes_the_clients_of_all_experiments():
     assert (setting.one_class_clients, setting.fewest_classes, setting.rarest_class, setting.steps) == (1, 1, 1, 12)
 
 
+def test_the_setting_has_the_shape_of_what_the_model_reads():
+    base = toy.simulation()
+    cut = Simulation(base.program.model, base.experiments, pipeline=Pipeline(window=3), cohort=3)
+    assert (base.program.setting.image_shape, cut.program.setting.image_shape) == ((5, 5, 1), (3, 3, 1))
+
+
 class Book(NamedTuple):
     """The model, and what each client [K] sent last."""
 
