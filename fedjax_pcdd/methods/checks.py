@@ -176,15 +176,11 @@ def check_static(method: Any, hook: str, function: Callable[[Any], Any]) -> None
 
 
 def of_model(method: Any, hook: str, variables: Any) -> Any:
-    """The variables that a hook returned; UserError if they are not those of a model, or one is no collection."""
-    if not (isinstance(variables, Mapping) and "params" in variables):
-        actual = "a dictionary without them" if isinstance(variables, Mapping) else type(variables).__name__
-        raise UserError(f"{_name(method)}.{hook} must return variables of a model, with params, not {actual}.")
-    for name, collection in variables.items():
-        if not isinstance(collection, Mapping):
-            remedy = f"which '{name}' is not: write {{'{name}': {{'value': ...}}}}"
-            raise UserError(f"{_name(method)}.{hook} must return collections that are dictionaries, {remedy}.")
-    return variables
+    """The variables that a hook returned; UserError if they are not those of a model."""
+    if isinstance(variables, Mapping) and "params" in variables:
+        return variables
+    actual = "a dictionary without them" if isinstance(variables, Mapping) else type(variables).__name__
+    raise UserError(f"{_name(method)}.{hook} must return variables of a model, with params, not {actual}.")
 
 
 def _name(method: Any) -> str:
