@@ -209,7 +209,8 @@ def _counts(counts: Sequence[Count]) -> list[str]:
     remarks = (
         "How many differences from FedAvg have the sign that the paper prints. The differences of a line are one "
         "family for Holm's correction. It is smaller than the page's, so more can hold here than in the list of claims."
-        " PA that follows other numbers of local epochs than FedAvg's is left out."
+        " PA that follows other numbers of local epochs than FedAvg's is left out. Means over splits that the paper"
+        " prints count beside their splits."
     )
     return ["## Every method against FedAvg", "", markdown(replace(table, remarks=remarks))] if lines else []
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import rankdata, studentized_range, t
+from scipy.stats import permutation_test, rankdata, studentized_range, t
 
 from fedjax_pcdd.analysis.curves import new_figure
 
@@ -32,9 +32,9 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
     All methods share the draws, so two methods can be compared by the interval of the difference of their mean ranks.
     An interval is Student's with the standard deviation of the draws, widened by sqrt(n / (n - 1)) for n splits, since
     quantiles of so few things drawn again are too narrow. Of a single split n counts the seeds, and the choice of the
-    split is not covered. Ranks are whole numbers, so the error of a difference counts as at least 1 / n. A p-value is
-    of the same test, but no less than that of n equal signs, which needs no normal differences: with five splits it
-    is 0.06 or more, also where the interval leaves out 0.
+    split is not covered. Ranks are whole numbers, so an error counts as at least 1 / n. The p-values are of the exact
+    test that flips the signs of the n differences of ranks, which needs no normal differences: of five splits none is
+    below 0.06, also where the interval leaves out 0.
 
     Args:
       scores: [M, B, N], larger is better; -inf for a run that diverged.
@@ -42,7 +42,7 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
 
     >>> one = ranks(np.array([[[3.0, 3.0]], [[1.0, 2.0]]]))
     >>> one.mean.tolist(), one.low.tolist(), one.high.tolist()
-    ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
+    ([1.0, 2.0], [1.0, 1.0], [2.0, 2.0])
     """
     methods, splits, seeds = scores.shape
     rng = np.random.default_rng(0)
@@ -51,14 +51,15 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
     drawn = scores[:, drawn_splits[:, :, None], drawn_seeds].mean(-1)  # [M, DRAWS, B]
     draws, mean = _ranked(drawn).mean(-1), _ranked(scores.mean(-1)).mean(-1)  # [M, DRAWS], [M]
     n = splits if splits > 1 else seeds
-    low, high = np.clip(_interval(mean, _error(draws, n), n), 1, methods)
+    low, high = np.clip(_interval(mean, np.maximum(_error(draws, n), 1 / n), n), 1, methods)
     ranked = Ranks(mean, low, high, critical_difference(methods, splits))
     if baseline is None:
         return ranked
     difference, error = mean - mean[baseline], _error(draws - draws[baseline], n)
     error = np.where(np.arange(methods) == baseline, error, np.maximum(error, 1 / n))
     over = np.clip(_interval(difference, error, n), 1 - methods, methods - 1).T
-    p = _p_values(difference, error, n)
+    ranks_of = _ranked(scores.mean(-1)) if splits > 1 else _ranked(scores[:, 0])  # [M, n]
+    p = _p_values(ranks_of - ranks_of[baseline])
     p[baseline] = np.nan
     return ranked._replace(over=over, p=p)
 
@@ -77,10 +78,14 @@ def _interval(mean: np.ndarray, error: np.ndarray, n: int) -> np.ndarray:
     return np.stack([mean - half, mean + half])
 
 
-def _p_values(mean: np.ndarray, error: np.ndarray, n: int) -> np.ndarray:
-    """P-values [M] of the means [M] of n things with standard errors [M], two-sided."""
-    statistic = np.divide(np.abs(mean), error, out=np.zeros_like(mean), where=error > 0)
-    return np.maximum(2 * t.sf(statistic, max(n - 1, 1)), 0.5 ** (n - 1))
+def _p_values(differences: np.ndarray) -> np.ndarray:
+    """Two-sided p-values [M] of differences [M, n] by flipping their signs: each way up to n = 13, then at random."""
+    if differences.shape[1] == 1:
+        return np.ones(len(differences))
+    test = permutation_test(
+        (differences,), lambda x, axis: x.mean(axis), permutation_type="samples", vectorized=True, axis=1, rng=0
+    )
+    return np.array(test.pvalue)
 
 
 def _ranked(scores: np.ndarray) -> np.ndarray:

@@ -148,8 +148,8 @@ def _ranking(
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_ranks(names, ranked, picture)
     tests = (
-        f" P-values are of the differences from {BASELINE}, no less than a sign test's, alone and adjusted by Holm for "
-        "all methods here."
+        f" P-values are of the differences from {BASELINE}, by flipping the signs of those of the splits"
+        " (of a single split, of its seeds), alone and adjusted by Holm for all methods here."
     )
     remarks = (
         f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % intervals, by drawing splits and seeds "

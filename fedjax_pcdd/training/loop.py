@@ -36,7 +36,8 @@ class RoundReport(NamedTuple):
     Attributes:
       jobs: what each client in the cohort did, fields [S].
       loss: [S] mean training loss of each client, NaN if it made no steps.
-      correct: [S, C] correct predictions of each just-trained model on its client's own test set.
+      correct: [S, C] correct predictions of each just-trained model on its client's own test set; [S, 2C] with
+        validation samples, whose classes follow.
       before: [S, epochs, C] the same before each local epoch; no epochs if this is not measured.
       seconds: duration of the round's training.
     """
