@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,6 +148,13 @@ def _lost(callbacks: Sequence[Callback]) -> list[str]:
     return [f"the metric '{name}'" for metrics in _metrics(callbacks) for name in metrics.lost]
 
 
+def _kept(folder: Path, checkpoints: Checkpoints) -> str:
+    """The end of a sentence about a model that is not finite."""
+    round = checkpoints.newest_full
+    status = "no checkpoint was written" if round is None else f"the checkpoint of round {round} is good"
+    return f"; in {folder} {status}"
+
+
 class FolderRecord(Record):
     """The record of an experiment in a folder: the folder, and the callbacks that fill it."""
 
@@ -176,19 +184,13 @@ class FolderRecord(Record):
             if asked.data and asked.data[0] != self.inputs["data set"]:
                 raise UserError(f"the data set is not the one that {asked.data[1]} was trained on: {APART}.")
             self.folder.keep_partition(setup.federations[e], heat_map)
-            accuracies = setup.accuracies(e, kept=self._kept)
+            accuracies = setup.accuracies(e, kept=partial(_kept, self.folder.path, checkpoints))
             checkpointed = [accuracies, *asked.callbacks]
             self.checkpoint = Checkpoint(checkpoints, checkpointed)
             last_round = LastRound([accuracies, *_metrics(asked.callbacks)])
             final_callbacks = [last_round, *self._writers(), self.checkpoint]
             self.callbacks = [*checkpointed, *final_callbacks, *asked.last]
             self.close = opened.pop_all().close
-
-    def _kept(self) -> str:
-        """The end of a sentence about a model that is not finite."""
-        round = self.checkpoint.checkpoints.newest_full
-        status = "no checkpoint was written" if round is None else f"the checkpoint of round {round} is good"
-        return f"; in {self.folder.path} {status}"
 
     def _created(self, state: State) -> RunFolder:
         config = self.asked.config

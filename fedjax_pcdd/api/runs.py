@@ -5,6 +5,7 @@ can be resumed alone. An experiment that shares a program reports its share of t
 what they cost. Letters: E experiments, K clients.
 """
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,7 @@ def run_together(
                 continued = session.with_fewer_lanes(error)
     del session  # and what it holds on the device
     if continued:
+        gc.collect()  # the error and the runs whose frames it holds refer to each other
         return run_together(continued, say, finish)
     outcomes: dict[int, Any] = {}
     for shared in dict.fromkeys(standings):
@@ -150,8 +152,8 @@ class Session:
         loop_callbacks = callbacks[0] if len(callbacks) == 1 else [Each(callbacks)]
         since, self.since = self.since, []  # not kept: its best models are replaced by better ones
         state, self.state = self.state, State((), (), ())  # its buffers are donated
-        runs: Any = loop(self.setup.simulation, state, self.setup.config.rounds, loop_callbacks, since)
-        return [runs] if isinstance(runs, Run) else [runs[e] for e in range(len(runs))]
+        ended = loop(self.setup.simulation, state, self.setup.config.rounds, loop_callbacks, since)
+        return [ended] if isinstance(ended, Run) else ended
 
     def with_fewer_lanes(self, error: OutOfMemory) -> list[Asked]:
         """Requests that continue the experiments with half of the lanes.

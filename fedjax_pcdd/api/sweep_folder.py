@@ -5,6 +5,7 @@ one machine or on many with a shared file system, may work on one folder: each c
 takes over those of processes that died, and ends with the results of all.
 """
 
+import gc
 import hashlib
 import time
 import traceback
@@ -201,6 +202,7 @@ class Sweep:
             results = run_together(list(with_bars.values()), self._say_once) if len(with_bars) > 1 else []
         except Exception:
             results = []  # run alone, the experiment that it concerns reports it
+            gc.collect()
         for name, result in zip(with_bars, results, strict=False):
             self._conclude(name, result)
         for name, request in with_bars.items():
@@ -216,7 +218,7 @@ class Sweep:
                     self._waiting.add(name)
                     continue
                 except UserError as error:
-                    result = error
+                    result = UserError(error.sentence)  # not the frames, which hold the run's data and state
                 except Exception as error:  # of a method or another part of the user's: the others go on
                     traceback.print_exc()
                     result = UserError(f"{type(error).__name__}: {in_one_line(error)}.")
@@ -236,6 +238,7 @@ class Sweep:
             # A failure that this sweep found there and that recurs is written differently: to others it is a new one.
             recurred = self._known[name] == result.sentence
             write_text(file, f"{result.sentence}\n" if recurred else result.sentence, ELSEWHERE)
+            gc.collect()  # the run that failed and its error refer to each other
         else:
             with writing(file, ELSEWHERE):
                 file.unlink(missing_ok=True)

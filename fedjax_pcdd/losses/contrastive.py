@@ -13,9 +13,9 @@ from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 from fedjax_pcdd.losses.prototypes import safe_norm
 
 _EPSILON = 1e-8
-# Outputs of two equal models differ by up to 1e-6 of their norm (measured on three networks), those after one step at a
-# learning rate of 1e-3 by at least 1e-3 of it.
-_ROUNDING = 1e-5
+# Outputs of two equal models differ by up to 1e-6 of their norm (measured on three networks). So may those of a trained
+# model before and after a step at a small learning rate: this is for models that are known to be equal.
+ROUNDING = 1e-5
 DISTANCES = ("per_sample", "batch_norm", "squared")
 
 
@@ -85,7 +85,9 @@ def prototype_contrast(
     return share * cross_entropy(similarities, labels, mask=counted, classes=valid)
 
 
-def review_distance(layer: Array, received: Array, *, distance: str = "per_sample", mask: Mask = None) -> Array:
+def review_distance(
+    layer: Array, received: Array, *, distance: str = "per_sample", rounding: Number = 0.0, mask: Mask = None
+) -> Array:
     """R_m = ||kr_m(x; w) - kr_m(x; w^t)||, unsquared, of one layer on one batch (FedRL).
 
     Args:
@@ -93,16 +95,17 @@ def review_distance(layer: Array, received: Array, *, distance: str = "per_sampl
       received: [B, ...] output of the received model, a constant.
       distance: "per_sample" (mean over the samples of their Euclidean norms), "batch_norm" (Frobenius norm of the
         whole batch, the literal reading) or "squared" (mean of the squared norms).
+      rounding: samples whose layer differs by no more than this share of its norm count as equal, since the gradient
+        of a norm has the same length however small the norm.
 
     Returns:
-      Scalar; its gradient is 0 where it is 0. Samples whose layer differs by rounding alone count as equal, since the
-      gradient of a norm has the same length however small the norm: as at the first step of a round.
+      Scalar; its gradient is 0 where it is 0.
     """
     check(distance, DISTANCES, "distance of the review term")
     layer = precise(layer).reshape(layer.shape[0], -1)
     received = jax.lax.stop_gradient(received).astype(layer.dtype).reshape(layer.shape)
     differences = layer - received
-    differs = jnp.sum(differences**2, axis=1) > _ROUNDING**2 * jnp.sum(received**2, axis=1)
+    differs = jnp.sum(differences**2, axis=1) > rounding**2 * jnp.sum(received**2, axis=1)
     differences = jnp.where(differs[:, None], differences, 0)
     if distance == "per_sample":
         return masked_mean(safe_norm(differences), mask)

@@ -48,10 +48,15 @@ class FedNova(Method):
         return Traits("Wang et al., NeurIPS 2020")
 
     def configure(self, setting, hyper):
-        """Advice on a proximal term whose steps overshoot its centre, so that a_k may be 0."""
+        """Advice on a proximal term whose steps overshoot its centre, so that a_k may be 0, and on kept momentum."""
         pull = float(hyper.lr * self.mu)
         overshoot = f"`mu={self.mu:g}` times `lr` is {pull:.3g}, so steps go past the global model: lower `mu`."
-        return self, [overshoot] if pull >= 1 else []
+        uncounted = (
+            "FedNova with `optimizer_state=kept` counts steps as if momentum began anew, so that clients with few "
+            "steps weigh too much: drop `optimizer_state`, or set `momentum=0`."
+        )
+        kept = setting.keeps_optimiser and float(hyper.momentum) >= 0.1
+        return self, [overshoot] * (pull >= 1) + [uncounted] * kept
 
     def regulariser(self, params, context):
         """(mu / 2) * ||w - w^t||^2, a scalar."""

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pcdd.losses.contrastive import review_distance
+from fedjax_pcdd.losses.contrastive import ROUNDING, review_distance
 from fedjax_pcdd.methods.method import Method, Traits, hyperparameter, objective
 from fedjax_pcdd.models.classifier import layers
 
@@ -52,7 +53,9 @@ class FedRL(Method):
         local, outputs, state = run(variables, train=True)
         received, _, _ = run(context.received, train=self.received_mode == "train")
         pairs = zip(local, received, strict=True)
-        reviews = [partial(review_distance, *pair, distance=self.distance, mask=batch.mask) for pair in pairs]
+        rounding = jnp.where(context.step == 0, ROUNDING, 0.0)  # both models are equal at the first step
+        review_of = partial(review_distance, distance=self.distance, rounding=rounding, mask=batch.mask)
+        reviews = [partial(review_of, *pair) for pair in pairs]
         if len(reviews) == 1:
             warnings.warn(UNSEEN, stacklevel=2)
         index = context.step if self.cycle == "batch" else context.round

@@ -76,13 +76,18 @@ class WandB(Logger):
     """A run of Weights & Biases; the environment variables of wandb choose project, entity and mode."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
-        """Start the run, or continue the one that the folder names; UserError without wandb, or if it cannot start."""
-        package, noted = load("wandb"), Path(folder) / "wandb.txt"
+        """UserError without wandb."""
+        self._package, self._folder, self._config = load("wandb"), Path(folder), config
+        self._run: Any = None  # until it starts
+
+    def on_start(self, run: Run) -> None:
+        """Start the run, or continue the one that the folder names; UserError if it cannot start."""
+        noted = self._folder / "wandb.txt"
         with reaching("wandb", noted):
-            self._run = package.init(
-                dir=str(folder),
-                name=Path(folder).name,
-                config=dict(config),
+            self._run = self._package.init(
+                dir=str(self._folder),
+                name=self._folder.name,
+                config=dict(self._config),
                 id=_last_name(noted),
                 resume="allow",
                 reinit="create_new",  # not the run of an experiment that is trained together with this one
@@ -95,22 +100,28 @@ class WandB(Logger):
             self._run.log(dict(values), step=round)
 
     def on_end(self, run: Run) -> None:
-        """Finish the run."""
-        with reaching("wandb"):
-            self._run.finish()
+        """Finish the run, if it could start."""
+        if self._run is not None:
+            with reaching("wandb"):
+                self._run.finish()
 
 
 class MLflow(Logger):
     """A run of MLflow, named after the folder; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose where it goes."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
-        """Start the run, or continue the one that the folder names; UserError without mlflow, or if it cannot start."""
-        self._client, noted = load("mlflow"), Path(folder) / "mlflow.txt"
+        """UserError without mlflow."""
+        self._client, self._folder, self._config = load("mlflow"), Path(folder), config
+        self._run: Any = None  # until it starts
+
+    def on_start(self, run: Run) -> None:
+        """Start the run, or continue the one that the folder names; UserError if it cannot start."""
+        noted = self._folder / "mlflow.txt"
         with reaching("mlflow", noted):
             last = _last_name(noted)
-            self._run = self._client.start_run(run_id=last, run_name=None if last else Path(folder).name, nested=True)
+            self._run = self._client.start_run(run_id=last, run_name=None if last else self._folder.name, nested=True)
             if last is None:
-                self._client.log_params({name: str(value) for name, value in config.items()})
+                self._client.log_params({name: str(value) for name, value in self._config.items()})
                 noted.write_text(f"{self._run.info.run_id}\n", encoding="utf-8")
             self._newest = -1 if last is None else self._newest_round()
 
@@ -129,9 +140,10 @@ class MLflow(Logger):
                 self._client.log_metrics(dict(values), step=round, run_id=self._run.info.run_id)
 
     def on_end(self, run: Run) -> None:
-        """End the run."""
-        with reaching("mlflow"):
-            self._client.end_run("FAILED" if run.error else "FINISHED")
+        """End the run, if it could start."""
+        if self._run is not None:
+            with reaching("mlflow"):
+                self._client.end_run("FAILED" if run.error else "FINISHED")
 
 
 LOGGERS: Registry[Callable[[Path, Mapping[str, Any]], Callback]] = Registry("logger", "loggers")

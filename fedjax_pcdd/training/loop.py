@@ -187,10 +187,15 @@ class Runs:
         self._members = [Run(self, e, progress) for e, progress in enumerate(since)]
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.federations)
 
     def __getitem__(self, index: int) -> Run:
         return self._members[index]
+
+    def release(self) -> list[Run]:
+        """The experiments [E], to which this no longer refers: the last of them ends what they hold on the device."""
+        members, self._members = self._members, []
+        return members
 
     def train(self) -> Iterator[RoundReport]:
         """Train and report one round after another; the state is donated when the next report is requested."""
@@ -257,7 +262,7 @@ class Each(Callback):
             try:
                 call_all(callbacks, experiment, experiment.share(report))
             except UserError as error:
-                experiment.error = error
+                experiment.error = error.with_traceback(None)  # whose frames hold the experiment
         return all(experiment.stopped or experiment.error for experiment in run)
 
     def on_end(self, run: Any):
@@ -281,7 +286,7 @@ def call_all(callbacks: Sequence[Callback], run: Any, report: RoundReport) -> No
 
 def loop(
     simulation: Any, state: State, rounds: int, callbacks: Sequence[Callback], since: Sequence[Progress] = ()
-) -> Run | Runs:
+) -> Run | list[Run]:
     """Train to the last round, or until a callback ends the run.
 
     Args:
@@ -293,7 +298,7 @@ def loop(
       since: progress of each experiment in earlier rounds; empty for a new run.
 
     Returns:
-      The `Run` of a single experiment, or the `Runs` of several: round, state, history and best model.
+      The `Run` of a single experiment, or those of several: round, state, history and best model.
     """
     runs = Runs(simulation, state, rounds, since)
     run: Any = runs[0] if len(runs) == 1 else runs
@@ -313,7 +318,8 @@ def loop(
         except BaseException as error:
             run.error = error
             raise
-    return run
+    members = runs.release()
+    return members[0] if len(members) == 1 else members
 
 
 def own_state(state: State, index: int, clients: int) -> State:

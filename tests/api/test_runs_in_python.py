@@ -1,5 +1,6 @@
 """Runs of the Python interface in folders that the command line shares; users' metrics; what is saved of a history."""
 
+import gc
 import itertools
 import json
 import pickle
@@ -7,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import types
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -271,11 +273,13 @@ def test_mlflow_gets_the_options_and_the_scalars_of_each_round_once(tmp_path, mo
         log_metrics=log_metrics, end_run=calls.append, MlflowClient=lambda: client,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    run: Any = types.SimpleNamespace(error=None)
     for rounds in (range(2), range(1, 3)):  # the second from a checkpoint after round 0
         logger = loggers.MLflow(tmp_path, {"lr": 0.1})
+        logger.on_start(run)
         for round in rounds:
             logger.write(round, row)
-        logger.on_end(types.SimpleNamespace(error=None))  # pyright: ignore[reportArgumentType]
+        logger.on_end(run)
     assert calls == [
         ("start", None), ("params", {"lr": "0.1"}), (0, row), (1, row), "FINISHED",
         ("start", "7"), (2, row), "FINISHED",
@@ -483,3 +487,38 @@ def test_samples_per_second_are_those_of_the_timed_rounds(tmp_path, monkeypatch,
     )  # fmt: skip
     rate = run(config, method)["samples_per_second"]
     assert rate == (None if rounds == 1 else len(load_partition(tmp_path / "run" / "partition.npz").train[0]))
+
+
+@contextmanager
+def only_counted_references():
+    """Without Python's collector of cycles; yields how many arrays there are that were not there before."""
+    gc.collect()
+    gc.disable()
+    before = {id(array) for array in jax.live_arrays()}
+    try:
+        yield lambda: sum(id(array) not in before for array in jax.live_arrays())
+    finally:
+        gc.enable()
+
+
+def test_what_a_run_had_on_the_device_is_gone_with_its_history(federation, tmp_path):
+    for options in ({}, {}, {"run_dir": tmp_path / "run"}):  # the first one may leave constants of compiled functions
+        with only_counted_references() as arrays:
+            history = fp.simulate(federation, "fedavg", rounds=1, **SMALL, **options)
+            assert arrays() > 0
+            del history
+            left = arrays()
+    assert left == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.* is not finite in round 1 of fedper")
+@pytest.mark.parametrize("together", [1, 2])
+def test_what_the_experiments_of_a_sweep_had_on_the_device_is_gone_even_if_they_failed(tmp_path, together):
+    space = {"method": "fedper", "dataset": "digits", "clients": 3, "rounds": 1, "seed": [0, 1], "lr": [0.1, 1e30]}
+    for folder in ("first", "second"):
+        with only_counted_references() as arrays:
+            results = fp.sweep(space | {"local_epochs": 1, "lanes": 1}, folder=tmp_path / folder, together=together)
+            after = arrays()
+    assert sum(isinstance(result, fp.UserError) for result in results.values()) == 2
+    assert after == 0

@@ -157,3 +157,9 @@ def test_a_mu_with_which_steps_overshoot_is_advised_against():
     (advice,) = FedNova(mu=40.0).configure(setting(2), local)[1]
     assert "`mu=40` times `lr` is 2, so steps go past the global model: lower `mu`." in advice
     assert FedNova(mu=1.0).configure(setting(2), local)[1] == []
+
+
+@pytest.mark.parametrize(("momentum", "kept", "advised"), [(0.9, True, 1), (0.9, False, 0), (0.0, True, 0)])
+def test_kept_momentum_which_the_count_of_steps_leaves_out_is_advised_against(momentum, kept, advised):
+    advice = FedNova().configure(setting(2)._replace(keeps_optimiser=kept), hyper(momentum=momentum))[1]
+    assert ["counts steps as if momentum began anew" in sentence for sentence in advice] == [True] * advised

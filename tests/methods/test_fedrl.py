@@ -1,5 +1,7 @@
 """FedRL: the review of one layer after another."""
 
+from functools import partial
+
 import chex
 import flax.linen as nn
 import jax
@@ -12,7 +14,7 @@ from golden_vectors import cases
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.losses.contrastive import review_distance
+from fedjax_pcdd.losses.contrastive import ROUNDING, review_distance
 from fedjax_pcdd.methods import Batch
 from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.models.classifier import Classifier, initialise
@@ -54,8 +56,10 @@ def test_equal_layers_have_distance_and_gradient_zero(distance):
 def test_rounding_is_no_distance(distance, relative, differs):
     received = 100 * jax.random.normal(jax.random.key(0), (4, 30))
     layer = received * (1 + relative * jax.random.normal(jax.random.key(1), (4, 30)))
-    value, gradient = jax.value_and_grad(lambda x: review_distance(x, received, distance=distance))(layer)
-    assert (value > 0, *gradient.any(1)) == (differs,) * 5
+    for rounding, expected in ((ROUNDING, differs), (0.0, True)):
+        distance_of = partial(review_distance, received=received, distance=distance, rounding=rounding)
+        value, gradient = jax.value_and_grad(distance_of)(layer)
+        assert (value > 0, *gradient.any(1)) == (expected,) * 5
 
 
 def test_the_first_step_of_a_round_is_that_of_fedavg():

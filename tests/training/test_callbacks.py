@@ -356,7 +356,8 @@ def test_a_failed_run_of_a_sweep_is_neither_trained_nor_written_any_further(tmp_
 def test_a_stopped_experiment_does_not_keep_the_others_from_going_on():
     prepared = setup([build(RUN | {"seed": seed}) for seed in (0, 1)])
     progress = [Progress(3, new_history(4), stopped=stopped) for stopped in (True, False)]
-    assert loop(prepared.simulation, prepared.simulation.start(), 4, [], progress).round == 4
+    _, other = loop(prepared.simulation, prepared.simulation.start(), 4, [], progress)
+    assert other.round == 4
 
 
 @pytest.mark.thorough

@@ -330,8 +330,8 @@ def test_wandb_gets_the_configuration_and_the_scalars_over_rounds(tmp_path, monk
         ("log", {"ga": 0.5, "loss": 0.25}, {"step": 3}),
         ("finish", {}),
     ]
-    WandB(tmp_path, {})
-    assert package.calls[-1][1]["id"] == "7f"
+    call_with_rows(WandB(tmp_path, {}), 3, 2, [])
+    assert package.calls[-2][1]["id"] == "7f"
 
 
 @pytest.mark.parametrize("logger", [WandB, MLflow])
@@ -342,10 +342,17 @@ def test_a_tracker_that_cannot_be_reached_is_one_sentence(tmp_path, monkeypatch,
     name = logger.__name__.lower()
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=refuse, start_run=refuse))
     with pytest.raises(UserError, match=rf"{name} does not log \(no server\): put that right, or go on without it\.$"):
-        logger(tmp_path, {})
+        logger(tmp_path, {}).on_start(RunStandIn(3, 2))
     (tmp_path / f"{name}.txt").write_text("7")
     with pytest.raises(UserError, match=rf"to log as another run, remove .*{name}\.txt\.$"):
-        logger(tmp_path, {})
+        logger(tmp_path, {}).on_start(RunStandIn(3, 2))
+
+
+@pytest.mark.parametrize("logger", [WandB, MLflow])
+def test_a_tracker_is_asked_for_nothing_before_training_starts_nor_ended_if_it_did_not(tmp_path, monkeypatch, logger):
+    monkeypatch.setitem(sys.modules, logger.__name__.lower(), package := Recorder())
+    logger(tmp_path, {}).on_end(RunStandIn(3, 2))
+    assert package.calls == []
 
 
 @pytest.mark.parametrize("call", ["log", "finish"])
