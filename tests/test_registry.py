@@ -335,6 +335,8 @@ def test_an_error_in_code_from_outside_is_one_sentence_that_names_the_code(folde
         refused(f"partition {name} must be a function of some of y_train", split, name)
         build_pipeline = functools.partial(augment.pipeline, "x", True, (8, 8, 1), own=name)
         refused(f"augmentation {name} must be a function of an image and a key", build_pipeline)
+    config, _ = build({"loggers": "os.path:join,"})
+    refused("there is no logger '': there are none by name", loggers.check, config)
     config, _ = build({"loggers": "os.path:join"})
     refused("logger os.path:join fails: TypeError", loggers.made, config, folder)
 

@@ -284,12 +284,12 @@ def short_nearest(name: str, known: Mapping[str, Any]) -> str:
 
 
 def names_in(text: str | None) -> list[str]:
-    """The names in a text, separated by commas; none for None.
+    """The names in a text, separated by commas; none for None or a blank text. Two commas have an empty name between.
 
     >>> names_in("angles, mine.py:Sharpness")
     ['angles', 'mine.py:Sharpness']
     """
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
+    return [name.strip() for name in text.split(",")] if text and text.strip() else []
 
 
 def read_text(path: Path) -> str:

@@ -61,7 +61,7 @@ def with_server(given: Mapping[str, str]) -> dict[str, str]:
     for server in servers:
         if server not in ("none", *methods.SERVER_OPTIMISERS) and not is_import_path(server):
             choices = ["none", *methods.SERVER_OPTIMISERS]
-            raise UserError(f"there is no '{server}': {nearest(server, choices)}", field=SERVER)
+            raise UserError(f"knows no '{server}': {nearest(server, choices)}", field=SERVER)
     names = [name.strip() for name in given.get("method", str(RUN["method"].default)).split(",")]
     combined = [name if server == "none" else f"{name}+{server}" for name in names for server in servers]
     return other_options | {"method": ",".join(combined)}

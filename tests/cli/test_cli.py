@@ -265,7 +265,8 @@ def test_a_server_optimizer_is_another_way_to_write_a_suffix():
         ("--resume=. --split=a", "--resume continues a run as it was started: drop --split."),
         ("--resume=. --variant=a", "--resume continues a run as it was started: drop --variant."),
         ("--resume=. --server-optimizer=adam", "--resume continues a run as it was started: drop --server-optimizer."),
-        ("--server-optimizer=admm", "--server-optimizer there is no 'admm': did you mean 'adam'?"),
+        ("--server-optimizer=admm", "--server-optimizer knows no 'admm': did you mean 'adam'?"),
+        ("--lr-steps=1,,2", "--lr-steps=1,,2 must be rising round numbers with commas between them, as 40,80."),
         ("--server-optimizer=adam,none", "there is no method 'fedavg+adam,fedavg': several are for a sweep."),
         ("--server-optimiser=adam", "there is no option --server-optimiser: did you mean '--server-optimizer'?"),
         (
