@@ -82,11 +82,12 @@ def _run(name: str, arguments: Sequence[str]) -> str:
         raise UserError(f"there is no analysis '{name}': {nearest(name, [*COMMANDS, 'partition'])}")
     command = COMMANDS[name]
     paths: list[str] = []
-    options = _located(scan(arguments, {"by_split", "clip_colours"}, paths))
+    options = _located(scan(arguments, {"by_split", "clip_colours"}, paths, own=command.options))
     for option in options:
         if option not in command.options:
-            available = ", ".join(flag(o) for o in command.options) or "none"
-            raise UserError(f"{name} has no option {flag(option)}: its options are {available}.")
+            available = ", ".join(map(flag, command.options))
+            advice = f"its options are {available}." if available else "it has none."
+            raise UserError(f"{name} has no option {flag(option)}: {advice}")
     _check_suffix(options.get("output"))
     records = [] if command.alone and not paths else _finished(collect(paths))
     if "output" not in options:

@@ -7,14 +7,14 @@ import dataclasses
 import inspect
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.cli.messages import flag, guarded, sentence, warn
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training import options
@@ -28,7 +28,12 @@ LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
 
 
 def scan(
-    argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None, *, lists: bool = False
+    argv: Sequence[str],
+    switches: set[str] | None = None,
+    words: list[str] | None = None,
+    *,
+    lists: bool = False,
+    own: Collection[str] = (),
 ) -> dict[str, str]:
     """Parse `--x=v`, `--x v`, `--flag` and `--no-flag` into name -> text; the last occurrence of a name wins.
 
@@ -36,17 +41,21 @@ def scan(
       switches: options that take no value; None for those of runs.
       words: collects what is no option; None if only options are allowed.
       lists: whether options take lists, so that one that is given twice may be meant as such and is warned about.
+      own: options of the command, beside those of runs if `switches` is None.
 
     Raises:
-      UserError: something that is no option, or an option without its value.
+      UserError: something that is no option, an option without its value, or one that is nearly an own one.
     """
     texts, remaining, is_run = {}, list(argv), switches is None
-    switches = _switches(_named_method(argv)) if switches is None else switches
+    classes = _named_method(argv) if is_run else []
+    switches = _switches(classes) if switches is None else switches
     while remaining:
         token = remaining.pop(0)
         if token == "-h":
             token = "--help"
         if words is not None and not token.startswith("-"):
+            if not token.strip():
+                raise UserError("an argument is empty: name what it stands for, or leave it out.")
             words.append(token)
             continue
         if not token.startswith("--") or token == "--":
@@ -62,11 +71,16 @@ def scan(
             name, text = name.removeprefix("no_"), "false"
         elif not equals:
             if not remaining or remaining[0].startswith("--"):
-                raise UserError(_without_value(name))
+                raise UserError(_without_value(name, {*_names(classes), *own} if is_run else own))
             text = remaining.pop(0)
         if lists and texts.setdefault(name, text) != text:
             warn(f"`{name}` is given more than once: the last one counts. Several values have commas between them.")
         texts[name] = text
+    if is_run and own:
+        known = {*_names(classes), *own}
+        for name in texts.keys() - known:
+            if nearest(name, known) in {f"did you mean '{option}'?" for option in own}:
+                raise UserError(options.no_option(name, own))
     return options.with_server(texts) if is_run and not {"resume", "help"} & texts.keys() else texts
 
 
@@ -90,8 +104,12 @@ def _switches(classes: Sequence[type[Method]]) -> set[str]:
     return names | {"help", "status", *LISTS}
 
 
-def _without_value(name: str) -> str:
-    names = {*RUN, *RESERVED, SERVER, *(field for cls in methods.every().values() for field in options_of(cls))}
+def _names(classes: Sequence[type[Method]]) -> set[str]:
+    """Options of runs, of all methods and of these."""
+    return {*RUN, *RESERVED, SERVER}.union(*map(options_of, [*methods.every().values(), *classes]))
+
+
+def _without_value(name: str, names: Collection[str]) -> str:
     return f"`{name}` needs a value: write `{name}=VALUE`." if name in names else options.no_option(name, names)
 
 
@@ -151,7 +169,8 @@ def _parsed(form: Any, argv: Sequence[str], program: str) -> Any:
     form_options = dict(options_of(form))
     runs = form_options.pop("runs", None)
     words: list[str] | None = None if runs is None else []
-    texts = scan(argv, {name for name, option in form_options.items() if option.kind is bool} | {"help"}, words)
+    switches = {name for name, option in form_options.items() if option.kind is bool} | {"help"}
+    texts = scan(argv, switches, words, own=form_options)
     if "help" in texts:
         word = getattr(form, "WORD", "RUN")
         usage = f"usage: {program} [--NAME=VALUE ...]" + (f" {word}...\n\n{word}: {runs.help}" if runs else "")

@@ -1,6 +1,6 @@
 """Options as they are written, in a command or a grid, made into a configuration and a method."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def _foreign(name: str, method: str, known: Sequence[str], *, resumed: bool) -> 
     return f"`{name}` belongs to {owner_names}, not to {method}: drop it{other}.{hint}"
 
 
-def no_option(name: str, known: Sequence[str] | set[str]) -> str:
+def no_option(name: str, known: Collection[str]) -> str:
     """A sentence about an option that does not exist, with the nearest one that does."""
     close = HINTS.get(name) if HINTS.get(name) in known else None
     if close is None and (advice := nearest(name, known)).startswith("did"):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import resource
+import shlex
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from commands import ROOT, RUN, parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedjax_pcdd.cli import main as commands_main
 from fedjax_pcdd.cli.messages import guarded
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.methods import METHODS
@@ -29,6 +31,31 @@ def test_an_option_that_cannot_work_is_one_sentence_and_writes_nothing(tmp_path,
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert argument.partition("=")[0] in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("sweep --workers", "--workers needs a value: write --workers=VALUE."),
+        ("sweep --method=fedprox --mu", "--mu needs a value: write --mu=VALUE."),
+        ("search --trials --lr=0.1,0.2", "--trials needs a value: write --trials=VALUE."),
+        ("report runs --output", "--output needs a value: write --output=VALUE."),
+        ("leaderboard --plan", "--plan needs a value: write --plan=VALUE."),
+        ("analyse angles runs --output", "--output needs a value: write --output=VALUE."),
+        ("sweep --worker=2", "there is no option --worker: did you mean '--workers'?"),
+        ("search --trial=3", "there is no option --trial: did you mean '--trials'?"),
+        ("sweep --seeds=1,2", "there is no option --seeds: did you mean '--seed'?"),
+        ("report runs --row=method", "there is no option --row: did you mean '--rows'?"),
+        ("analyse angles runs --outpt", "there is no option --outpt: did you mean '--output'?"),
+        ("analyse grid runs --output=a.png", "grid has no option --output: it has none."),
+        ("report ''", "an argument is empty: name what it stands for, or leave it out."),
+    ],
+)
+def test_every_command_knows_its_own_options(tmp_path, monkeypatch, capsys, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert commands_main.main(shlex.split(words)) == 2
+    assert capsys.readouterr().err == f"{sentence}\n"
     assert list(tmp_path.iterdir()) == []
 
 
