@@ -182,6 +182,8 @@ def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -
     data = data.dataset if isinstance(data, Federation) else data
     if not isinstance(data, Dataset):
         raise UserError(f"takes a data set or a federation, not {shortened(data)}.", field="data")
+    if not isinstance(norm, str):
+        raise UserError(f"takes 'batch' or 'group', not {shortened(norm)}.", field="norm")
     return models.build(
         name, num_classes=data.num_classes, image_shape=data.x_train.shape[1:], text=data.text, norm=norm
     )

@@ -208,7 +208,9 @@ def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", 
 
     from fedjax_pcdd.api.shown_once import ShownOnce
 
-    histories, what = _several(histories), [what] if isinstance(what, str) else list(what)
+    histories, what = _several(histories), [what] if isinstance(what, str) else what
+    if not isinstance(what, list | tuple):
+        raise UserError(f"takes the name of a curve, or several in a list, not {shortened(what)}.", field="what")
     if not what:
         raise UserError(f"name at least one curve, of {', '.join(CURVES)}.", field="what")
     size = (3.6 * len(what), 3.0)

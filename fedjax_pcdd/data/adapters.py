@@ -106,7 +106,8 @@ def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset
       UserError: images differ in size, or labels are not integers.
     """
     for part in (train, test):
-        if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+        numbered = hasattr(part, "__len__") and hasattr(part, "__getitem__") and not isinstance(part, Mapping)
+        if part is not None and not (numbered and getattr(part, "shape", None) != ()):
             raise UserError(f"from_torch takes data sets with a length and samples by number, not {shortened(part)}.")
     parts = [(*_samples(part), None) if part is not None else ([], [], None) for part in (train, test)]
     return _dataset(parts, [_class_names(part) for part in (train, test)], name)

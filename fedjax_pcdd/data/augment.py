@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pcdd.data.dermoscopy import drawn_once, window_of
 from fedjax_pcdd.errors import UserError, shortened
@@ -40,7 +41,8 @@ class Pipeline:
       window: side of the central square that the model sees when `own` is not applied; 0 for the whole image.
 
     Raises:
-      UserError: an unknown crop, constants that are not finite numbers, or pixels or degrees that cannot be.
+      UserError: an unknown crop, a switch that is no boolean, constants that are not finite numbers, or pixels or
+        degrees that cannot be.
     """
 
     mean: tuple[float, ...] = (0.0,)
@@ -63,6 +65,9 @@ class Pipeline:
             object.__setattr__(self, name, tuple(value if isinstance(value, int) else float(value) for value in values))
         if not all(value > 0 for value in self.std):
             raise UserError("must be above 0, as images are divided by it.", field="std")
+        for name in ("flip", "codes"):
+            if not isinstance(switch := getattr(self, name), bool | np.bool_):
+                raise UserError(f"takes True or False, not {shortened(switch)}.", field=name)
         if self.crop not in ("none", "reflect", "zero"):
             raise UserError(f"crop must be 'none', 'reflect' or 'zero', not {self.crop!r}.")
         for name in ("padding", "window"):

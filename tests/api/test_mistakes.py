@@ -195,6 +195,8 @@ MISTAKES = {
     "no name of a data set": (lambda: fp.load_dataset(3), "name takes the name of a data set"),
     "no folder of a data set": (lambda: fp.load_dataset("cifar10", 3), "data_dir takes a path, not 3"),
     "no data set of Hugging Face": (lambda: fp.from_huggingface("mnist"), "from_huggingface takes what"),
+    "samples by name": (lambda: fp.from_torch({"a": 1}), "from_torch takes data sets"),
+    "a single number": (lambda: fp.from_torch(np.array(3)), "from_torch takes data sets"),
     "no data set of torchvision": (lambda: fp.from_torch(3), "from_torch takes data sets"),
     "samples without labels": (lambda: fp.from_torch([1, 2], [3]), "from_torch takes samples that are an image and it"),
     "no path": (lambda: fp.from_folder(None), "path takes a path, not None"),
@@ -230,6 +232,8 @@ MISTAKES = {
     "no partition": (lambda: fp.Federation(DATA, None), "fp.Federation takes an fp.Partition"),
     "no data set": (lambda: fp.Federation(3, fp.Partition([], [])), "fp.Federation takes a data set"),
     "positions with a point": (lambda: partition(np.array([0.5])), "the training list of client 0 must be integers"),
+    "a switch that is a share": (lambda: fp.Pipeline(flip=0.5), "flip takes True or False, not 0.5."),
+    "codes by a word": (lambda: fp.Pipeline(codes="no"), "codes takes True or False, not 'no'."),
     "constants in words": (lambda: fp.Pipeline(mean="a"), "mean takes a number for each channel"),
     "a division by nothing": (lambda: fp.Pipeline(std=(0.0,)), "std must be above 0"),
     "constants that are not finite": (lambda: fp.Pipeline(mean=(float("nan"),)), "mean must be finite numbers"),
@@ -288,6 +292,7 @@ MISTAKES = {
     "several rates": (lambda: simulate(lr=[0.1, 0.2]), "lr takes a number, not '0.1,0.2': several values are for a s"),
     "no folder of a run": (lambda: fp.load_run(3), "folder takes a path, not 3"),
     "no folder to resume": (lambda: fp.resume(None), "folder takes a path, not None"),
+    "a norm that is no name": (lambda: fp.build_model("mlp", DATA, norm=1), "norm takes 'batch' or 'group', not 1."),
     "a model for no data": (lambda: fp.build_model("mlp", 3), "data takes a data set or a federation"),
     "no history": (lambda: fp.plot([]), "histories takes at least one history"),
     "a table of words": (lambda: fp.table("x"), "histories takes at least one history"),
@@ -349,9 +354,11 @@ def test_a_metric_must_return_one_number(value):
         simulate(metrics={"a": lambda run: value})
 
 
-def test_plot_refuses_anything_but_axes(history):
+def test_plots_refuse_anything_but_axes_and_names_of_curves(history):
     with pytest.raises(fp.UserError, match="ax takes axes of matplotlib, not 3"):
         history.plot(3)
+    with pytest.raises(fp.UserError, match="what takes the name of a curve, or several in a list, not 3"):
+        fp.plot(history, 3)
 
 
 def test_plot_and_table_take_a_single_history_without_a_list(history):
