@@ -248,8 +248,8 @@ def _assign_classes(clients: int, classes_per_client: int, train: list[np.ndarra
         raise UserError(f"`classes_per_client` must lie in [1, {num_classes}], not {classes_per_client}.")
     if clients * classes_per_client < num_classes:
         raise UserError(
-            f"{clients} clients with {classes_per_client} classes each leave some of {num_classes} classes "
-            "without an owner: raise `clients` or `classes_per_client`."
+            f"{clients} clients with {classes_per_client} class{'es' * (classes_per_client > 1)} each leave some of "
+            f"{num_classes} classes without an owner: raise `clients` or `classes_per_client`."
         )
     rng = random.Random(seed)
     fresh = iter(range(num_classes))

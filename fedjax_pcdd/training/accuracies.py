@@ -123,7 +123,8 @@ class Accuracies(Callback):
         wrong = np.flatnonzero(trained & ~np.isfinite(report.loss))
         if len(wrong):
             clients = ", ".join(str(int(k)) for k in jobs.row[wrong][:5])
-            raise self._not_finite(run, f"the loss of client {clients}")
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise self._not_finite(run, f"the loss of client{'s' * (len(wrong) > 1)} {clients}{more}")
         if wrong := run.not_finite():  # after aggregation, distillation or exchange, even if losses are
             raise self._not_finite(run, f"a value in {wrong}")
         return float(np.sum(report.loss[trained] * jobs.weight[trained])) if trained.any() else None

@@ -507,7 +507,7 @@ def test_an_exchange_that_is_not_finite_is_named_and_never_saved(tmp_path):
     task = {"task": "digits_domains", "models": "mlp", "pretrain_epochs": 0, "public_samples": 64, "public_batch": 32}
     options = {"local_epochs": 1, "batch_size": 64, "lanes": 1, "quiet": True, "rounds": 2}
     config, _ = build(task | options | {"method": "fedmd", "run_dir": tmp_path / "run"})
-    with pytest.raises(UserError, match=r"loss of client 0, .* is not finite .*round 1.*no checkpoint"):
+    with pytest.raises(UserError, match=r"loss of clients 0, .* is not finite .*round 1.*no checkpoint"):
         run(config, Disagreeing(distance="squared"))
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
