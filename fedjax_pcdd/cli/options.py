@@ -78,8 +78,8 @@ def scan(
         texts[name] = text
     if is_run and own:
         known = {*_names(classes), *own}
-        for name in texts.keys() - known:
-            if nearest(name, known) in {f"did you mean '{option}'?" for option in own}:
+        for name in texts:
+            if name not in known and nearest(name, known) in {f"did you mean '{option}'?" for option in own}:
                 raise UserError(options.no_option(name, own))
     return options.with_server(texts) if is_run and not {"resume", "help"} & texts.keys() else texts
 
