@@ -28,26 +28,22 @@ LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
 
 
 def scan(
-    argv: Sequence[str],
-    switches: set[str] | None = None,
-    words: list[str] | None = None,
-    *,
-    lists: bool = False,
-    own: Collection[str] = (),
+    argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None, own: Collection[str] = ()
 ) -> dict[str, str]:
     """Parse `--x=v`, `--x v`, `--flag` and `--no-flag` into name -> text; the last occurrence of a name wins.
 
     Args:
       switches: options that take no value; None for those of runs.
       words: collects what is no option; None if only options are allowed.
-      lists: whether options take lists, so that one that is given twice may be meant as such and is warned about.
-      own: options of the command, beside those of runs if `switches` is None.
+      own: options of the command; beside those of runs if `switches` is None, where they are those of a grid: as its
+        options take lists, one that is given twice may be meant as such and is warned about.
 
     Raises:
       UserError: something that is no option, an option without its value, or one that is nearly an own one.
     """
     texts, remaining, is_run = {}, list(argv), switches is None
     classes = _named_method(argv) if is_run else []
+    known = {*_names(classes), *own} if is_run else own
     switches = _switches(classes) if switches is None else switches
     while remaining:
         token = remaining.pop(0)
@@ -71,16 +67,14 @@ def scan(
             name, text = name.removeprefix("no_"), "false"
         elif not equals:
             if not remaining or remaining[0].startswith("--"):
-                raise UserError(_without_value(name, {*_names(classes), *own} if is_run else own))
+                raise UserError(_without_value(name, known))
             text = remaining.pop(0)
-        if lists and texts.setdefault(name, text) != text:
+        if is_run and own and texts.setdefault(name, text) != text:
             warn(f"`{name}` is given more than once: the last one counts. Several values have commas between them.")
         texts[name] = text
-    if is_run and own:
-        known = {*_names(classes), *own}
-        for name in texts:
-            if name not in known and nearest(name, known) in {f"did you mean '{option}'?" for option in own}:
-                raise UserError(options.no_option(name, own))
+    for name in texts if is_run else ():
+        if name not in known and nearest(name, known) in {f"did you mean '{option}'?" for option in own}:
+            raise UserError(options.no_option(name, own))
     return options.with_server(texts) if is_run and not {"resume", "help"} & texts.keys() else texts
 
 

@@ -43,7 +43,7 @@ def search_main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     with starting():
-        options = scan(argv, lists=True, own=OPTIONS)
+        options = scan(argv, own=OPTIONS)
     if text := HELP if "help" in options else information(options):
         print(text)
         return 0

@@ -98,7 +98,7 @@ def sweep_main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     slurm = [word for word in argv if word.startswith("--slurm.")]
     with starting():
-        options = scan([word for word in argv if word not in slurm], lists=True, own=OPTIONS)
+        options = scan([word for word in argv if word not in slurm], own=OPTIONS)
     if text := HELP if "help" in options else information(options):
         print(text)
         return 0

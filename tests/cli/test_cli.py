@@ -506,13 +506,13 @@ def test_a_run_whose_folder_was_moved_is_continued_where_it_is_now(run_folder, t
     assert (config.resume, config.run_dir) == (tmp_path / "new",) * 2
 
 
-@pytest.mark.parametrize("lists", [False, True])
-def test_the_last_of_several_values_of_an_option_counts_where_options_take_lists_with_a_warning(capsys, lists):
+@pytest.mark.parametrize("own", [(), ("workers",)], ids=["run", "grid"])
+def test_the_last_of_several_values_of_an_option_counts_where_options_take_lists_with_a_warning(capsys, own):
     words = ["--seed=1", "--lr=0.1", "--seed=2", "--lr=0.1", "--quiet", "--no-quiet"]
-    assert cli.scan(words, lists=lists) == {"seed": "2", "lr": "0.1", "quiet": "false"}
+    assert cli.scan(words, own=own) == {"seed": "2", "lr": "0.1", "quiet": "false"}
     errors = capsys.readouterr().err.splitlines()
     assert [line.split()[:7] for line in errors] == [
-        ["warning:", name, "is", "given", "more", "than", "once:"] for name in ("--seed", "--quiet") if lists
+        ["warning:", name, "is", "given", "more", "than", "once:"] for name in ("--seed", "--quiet") if own
     ]
 
 
