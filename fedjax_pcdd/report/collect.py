@@ -219,7 +219,7 @@ def read_record(path: Path) -> RunRecord:
     objects = (inputs.get("objects") or {}) if isinstance(inputs, dict) else None
     if not (valid and isinstance(resolved.get("hyperparameters", {}), dict) and isinstance(objects, dict)):
         raise UserError(f"{path / 'resolved.json'} is damaged: resume the run, or leave it out.")
-    rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")[-1:]
+    rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl", last=1)
     record = RunRecord(path, config, text, resolved, rows, clients, summary, _inputs(config, inputs))
     digest = record.partition  # read now, so that a damaged one is left out
     if has_own_partition(config["partition"], config["run_dir"]):

@@ -148,7 +148,9 @@ class Checkpoints:
         """Whether a round gets a checkpoint even without `force`."""
         return self._pace.is_due(round) if self._pace else round % self._every == 0
 
-    def save(self, round: int, server: Any, clients: Any, history: str, *, force: bool = False) -> None:
+    def save(
+        self, round: int, server: Any, clients: Any, history: str, *, force: bool = False, started: float | None = None
+    ) -> None:
         """Take a snapshot of the arrays, which may be donated as soon as this returns, and write it in the background.
 
         Waits for the previous checkpoint if that is still being written.
@@ -160,6 +162,7 @@ class Checkpoints:
             instead returns what has `Changed` since its last call, which goes into the log.
           history: JSON text; `restore` returns its parsed content.
           force: write a full checkpoint now, whatever `every` and `clients_every` say.
+          started: `perf_counter()` when the training stopped for this checkpoint, if that was before this call.
 
         Raises:
           UserError: this or the previous checkpoint could not be written (no space left, for example).
@@ -175,12 +178,12 @@ class Checkpoints:
         self.wait()
         if round in self._manager.all_steps() and (round in self._full or not full):
             return
-        start_time = perf_counter()
+        started = perf_counter() if started is None else started
         snapshots = {"server": snapshot("server", server)}
         if full:
             snapshots["clients"] = {} if changed else snapshot("clients", clients)
         if self._pace:
-            self._pace.begin(round, start_time)
+            self._pace.begin(round, started)
         self._pending = self._worker.submit(self._write, round, snapshots, history, changed)
         if self._pace:
             self._pending.add_done_callback(self._pace.end)

@@ -45,6 +45,7 @@ class ClientLog:
     def __init__(self, folder: Path):
         """Args: folder: created with the first entry."""
         self.folder = folder
+        self._sizes: dict[Path, int] = {}  # in bytes, of entries that have been asked for it
 
     def append(
         self, round: int, rows: np.ndarray, values: Sequence[np.ndarray], parts: Sequence[Sequence[int]] = ()
@@ -98,14 +99,15 @@ class ClientLog:
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path not in kept:
                 shutil.rmtree(path)
+        self._sizes.clear()
 
     def merge(self, until: int, states: Tree) -> None:
         """Merge the entries up to a round if they are much larger than the states of all clients."""
         entries, leaves = self._needed(until), jax.tree.leaves(states)
-        parts = [part for entry in entries for part in _parts(entry)]
-        size = sum(file.stat().st_size for part in parts for file in part.iterdir())
+        size = sum(self._size(entry) for entry in entries)
         if len(entries) < 2 or size <= SLACK * sum(leaf.nbytes for leaf in leaves):
             return
+        parts = [part for entry in entries for part in _parts(entry)]
         changed = [np.load(part / "rows.npy") for part in parts]
         rows = np.unique(np.concatenate(changed))
         with self._writing(f"{_round(entries[-1])}{MERGED}", None, {}, last=entries[-1]) as merged:
@@ -119,6 +121,13 @@ class ClientLog:
         for entry in entries:
             shutil.rmtree(entry)
             shutil.rmtree(_parts_of(entry), ignore_errors=True)
+        self._sizes.clear()
+
+    def _size(self, entry: Path) -> int:
+        """Bytes of an entry, which is not changed once it is written: to list it each time costs 0.1 ms an entry."""
+        if entry not in self._sizes:
+            self._sizes[entry] = sum(file.stat().st_size for part in _parts(entry) for file in part.iterdir())
+        return self._sizes[entry]
 
     def _needed(self, round: int) -> list[Path]:
         """The entries up to a round, in order; a merged entry stands for all that it holds."""

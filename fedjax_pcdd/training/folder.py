@@ -22,7 +22,8 @@ import re
 import resource
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -141,16 +142,17 @@ class RunFolder:
         with writing(self.path / name), open(self.path / name, "a", encoding="utf-8", opener=_no_link) as file:
             file.write(dumps(ordered) + "\n")
 
-    def rows(self, name: str = METRICS, rounds: int = 0) -> list[dict[str, Any]]:
+    def rows(self, name: str = METRICS, rounds: int = 0, last: int | None = None) -> list[dict[str, Any]]:
         """All complete lines; one that a killed process left unfinished is ignored.
 
         Args:
           rounds: number of rounds, from the first one on, that must be there.
+          last: number of lines, the last ones, that are returned, so that the others need no memory; None for all.
 
         Raises:
           UserError: a line is not one that a run writes, or is missing.
         """
-        rows, damaged = self._rows(name)
+        rows, damaged = self._rows(name, last)
         if damaged:
             raise UserError(f"{self.path / name} is damaged in line {damaged[0]}: resume the run, or leave it out.")
         if [row["round"] for row in rows[:rounds]] != list(range(1, rounds + 1)):
@@ -164,25 +166,28 @@ class RunFolder:
             raise UserError(_NO_SUMMARY.format(self.path / SUMMARY))
         return value
 
-    def _rows(self, name: str) -> tuple[list[dict[str, Any]], list[int]]:
-        """The readable lines, and the line numbers of the others."""
-        try:
-            *lines, _ = (self.path / name).read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return [], []
-        except OSError as error:
-            raise unreadable(error, self.path / name) from error
-        rows, damaged = [], []
-        for number, line in enumerate(lines, 1):
+    def _rows(self, name: str, last: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
+        """The readable lines, or the last ones, and the line numbers of the others."""
+        rows, damaged, foreign = deque[dict[str, Any]](maxlen=last), list[int](), name not in (METRICS, CLIENTS, TRACK)
+        for number, line in enumerate(self._lines(name), 1):
             try:
                 row = json.loads(line)
-                foreign = name not in (METRICS, CLIENTS, TRACK)
                 if not (isinstance(row["round"], int) if foreign else is_line(row, rows[-1]["round"] if rows else 0)):
                     raise ValueError
                 rows.append(row)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 damaged.append(number)
-        return rows, damaged
+        return list(rows), damaged
+
+    def _lines(self, name: str) -> Iterator[bytes]:
+        """The complete lines of a file, none if it does not exist; UserError if it cannot be read."""
+        try:
+            with open(self.path / name, "rb") as file:
+                yield from (line for line in file if line.endswith(b"\n"))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise unreadable(error, self.path / name) from error
 
     def truncate(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Go back to these rows, those of a checkpoint, and drop later rounds from every other .jsonl file.

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -61,7 +62,8 @@ class Checkpoint(Callback):
         last = interrupts.pending(run.round) is not None or run.is_over
         if not (self.checkpoints.is_due(run.round) or last):
             return
-        state, history = run.state, run.history.to_json()
+        started, state = perf_counter(), run.state
+        history = run.history.to_json()
         states = {name: saved for name, callback in self._named.items() if (saved := callback.state()) is not None}
         extra = {"callbacks": states, "stopped": run.stopped, "resolved": self.resolved}
         if extra := {name: value for name, value in extra.items() if value}:
@@ -74,7 +76,7 @@ class Checkpoint(Callback):
         saved_clients: Any = clients
         if isinstance(storage, OnHost) and len(run.runs) == 1 and jax.tree.leaves(clients):
             saved_clients = lambda: Changed(storage.changed(), clients, storage.owners)  # noqa: E731
-        self.checkpoints.save(run.round, (state.servers, run.best), saved_clients, history, force=last)
+        self.checkpoints.save(run.round, (state.servers, run.best), saved_clients, history, force=last, started=started)
 
     def on_end(self, run: Run) -> None:
         """Write what is not yet written."""

@@ -18,6 +18,7 @@ from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.engine.program import Evaluation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.training import accuracies
 from fedjax_pcdd.training.accuracies import Accuracies, _copied
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.loop import Callback, Progress, loop
@@ -26,13 +27,14 @@ from fedjax_pcdd.training.tasks import setup
 
 
 @pytest.mark.thorough
-def test_clients_without_steps_have_the_initial_models_accuracy():
+def test_clients_without_steps_have_the_initial_models_accuracy(monkeypatch):
     config, method = build(
         {
             "method": "fedavg", "clients": 5, "min_samples": 1, "beta": 0.1, "rounds": 1, "lanes": 1, "quiet": True,
             "last_batch": "strict", "batch_size": 256,
         }
     )  # fmt: skip
+    monkeypatch.setattr(accuracies, "_AT_A_TIME", 2)
     prepared, has_accuracy = setup([(config, method)]), []
     idle = prepared.simulation.steps[0] == 0
     assert 0 < idle.sum() < 5

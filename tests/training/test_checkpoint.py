@@ -195,6 +195,18 @@ def test_paced_checkpoints_take_a_tenth_of_the_time(tmp_path, opened, clock):
     assert rounds_in(tmp_path) == [1, 4]
 
 
+def test_what_comes_before_a_checkpoint_is_of_the_tenth_if_training_waits_for_it(tmp_path, opened, clock):
+    checkpoints = opened(every=Pace(), keep=9)
+    clock.seconds += 1
+    checkpoints.save(1, server(1), clients(1), "{}", started=clock.seconds - 1)
+    checkpoints.wait()
+    clock.seconds += 26.9
+    save(checkpoints, 2)
+    clock.seconds += 0.2
+    save(checkpoints, 3)
+    assert rounds_in(tmp_path) == [1, 3]
+
+
 def test_a_paced_checkpoint_is_not_due_while_one_is_being_written(opened, monkeypatch):
     may_write, write = threading.Event(), Checkpoints._write
     monkeypatch.setattr(Checkpoints, "_write", lambda self, *a: (may_write.wait(60), write(self, *a)))

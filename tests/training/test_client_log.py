@@ -121,6 +121,22 @@ def test_a_resume_drops_the_entries_of_rounds_after_its_checkpoint(tmp_path):
     assert sorted(path.name for path in (tmp_path / "clients").iterdir()) == ["1", "2"]
 
 
+def test_entries_are_measured_once_and_anew_where_rounds_are_repeated(tmp_path, monkeypatch):
+    log, large = ClientLog(tmp_path), np.zeros((6, 1000), np.float32)
+    log.append(1, np.array([0]), [large[:1]])
+    log.append(2, np.array([1]), [large[:1]])
+    log.merge(2, large)
+    with monkeypatch.context() as patched:
+        patched.setattr(client_log, "_parts", lambda entry: pytest.fail(f"{entry} is listed again"))
+        log.merge(2, large)
+    log.discard_after(1)
+    log.append(2, np.arange(6), [large])
+    log.merge(2, large)  # 7 of 12 rows
+    log.append(3, np.arange(5), [large[:5]])
+    log.merge(3, large)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3-merged"]
+
+
 def test_a_merged_entry_has_the_mark_of_its_last_one(tmp_path):
     log, _ = written_log(tmp_path)
     mark_of_5, mark_of_8 = mark_of(tmp_path / "5"), mark_of(tmp_path / "8")

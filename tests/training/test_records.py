@@ -131,6 +131,15 @@ def test_a_line_cut_off_by_a_kill_is_ignored(folder):
     assert folder.rows() == [{"round": 1}]
 
 
+def test_the_last_line_alone_is_read_if_no_other_is_asked_for(folder):
+    (folder.path / "clients.jsonl").write_text('{"round": 1}\n{"round": 2}\n{"round": 3}')
+    assert folder.rows("clients.jsonl", last=1) == [{"round": 2}]
+    assert folder.rows("track.jsonl", last=1) == []
+    (folder.path / "clients.jsonl").write_text('{"round": 2}\n{"round": 1}\n{"round": 3}\n')
+    with pytest.raises(UserError, match="is damaged in line 2"):
+        folder.rows("clients.jsonl", last=1)
+
+
 def test_truncate_cuts_all_files_of_lines_back_to_the_checkpoints_round(folder):
     for round in (1, 2, 3):
         folder.append({"round": round})
