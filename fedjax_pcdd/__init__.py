@@ -18,6 +18,9 @@ from typing import Any
 
 __version__ = "0.2.0"
 
+if sys.platform == "win32":  # which has no locks, links and limits as run folders need them
+    raise ImportError("fedjax_pcdd needs Linux or macOS: on Windows, install it in WSL.")
+
 
 def _names() -> dict[str, str]:
     """The module of every public name, "" for a subpackage."""

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -102,6 +103,12 @@ def test_arguments_have_the_defaults_of_the_command_line():
 def test_every_method_is_a_class_of_the_package():
     for cls in fp.methods.OWN.values():
         assert getattr(fp, cls.__name__) is cls
+
+
+def test_windows_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="^fedjax_pcdd needs Linux or macOS: on Windows, install it in WSL.$"):
+        runpy.run_path(str(fp.__file__))
 
 
 def test_stub_is_up_to_date_and_dir_lists_names_without_importing_jax():
