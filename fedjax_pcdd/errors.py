@@ -92,6 +92,15 @@ def unreadable(error: OSError, path: Any) -> UserError:
     return UserError(f"{path} cannot be read ({error.strerror or error}): put that right, or name another one.")
 
 
+def printable(text: str) -> str:
+    """Text in which control characters, which a terminal would obey, are written out; lines and tabs stay.
+
+    >>> printable("a\\x1b[31m")
+    'a\\\\x1b[31m'
+    """
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
+
+
 def shortened(value: Any) -> str:
     """How messages show a value: numbers and words as they are, anything else by its type.
 

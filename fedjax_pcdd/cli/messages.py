@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from fedjax_pcdd.errors import UserError, spelled
+from fedjax_pcdd.errors import UserError, printable, spelled
 
 _WRITTEN = "surrogateescape or replace"
 
@@ -43,7 +43,7 @@ def sentence(text: str) -> str:
     >>> sentence("continue with `resume=runs/a run`")
     "continue with '--resume=runs/a run'"
     """
-    return spelled(text, flag, shlex.quote)
+    return printable(spelled(text, flag, shlex.quote))
 
 
 def warn(text: str) -> None:

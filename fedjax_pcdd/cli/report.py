@@ -10,7 +10,7 @@ from pathlib import Path
 from fedjax_pcdd.analysis.curves import CURVES
 from fedjax_pcdd.cli.messages import flag, invocation, sentence
 from fedjax_pcdd.cli.options import command
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, printable
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.report.compare import compare, comparison_tables
 from fedjax_pcdd.report.contents import own_table, paper_tables, pivot
@@ -99,7 +99,7 @@ def _report(options: ReportOptions, papers_folder: Path) -> None:
     for name, text in files.items():
         write_text(options.output / name, text, "another `output`")
     names = ", ".join(name for name in files if "/" not in name)
-    print("\n".join([*notes, f"written to {options.output}: {names}"]))
+    print(printable("\n".join([*notes, f"written to {options.output}: {names}"])))
 
 
 def _papers(groups: Sequence[Group], expected: Path) -> tuple[list[Table], list[str]]:

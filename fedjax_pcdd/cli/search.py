@@ -30,7 +30,7 @@ HELP = f"""{__doc__}
 --together=N        trials that are suggested at once and, where options allow it, trained as one program (default: 1)
 --search-seed=N     of the suggestions (default: 0)
 --sweep-dir=DIR     the folder of the trials; by default one below runs/ that is named by the first of them
---status            shows which trials are done, failed and left of those suggested so far, and runs nothing
+--status            shows which trials are done, failed and left of those suggested so far, and trains nothing
 
 The trials that a command asks for, the best one first, are written to trials.csv in that folder.
 A search is one process, since a suggestion follows from the results before it: there is no --workers as of sweep."""

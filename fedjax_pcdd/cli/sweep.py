@@ -64,7 +64,7 @@ HELP = f"""{__doc__}
 --workers=N         processes that divide the experiments, each with its share of the cores, or one GPU
 --launcher=slurm    starts the workers as jobs of Slurm through submitit, whose parameters are --slurm.NAME=VALUE, as
                     --slurm.partition=gpu; local: processes through submitit
---status            shows who does what, what is done, failed and left, and runs nothing; with the sweep's folder and
+--status            shows who does what, what is done, failed and left, and trains nothing; with the sweep's folder and
                     no other options, of the experiments that have begun
 
 The same command on other machines that see the folder divides the work with this one. All other options are those of

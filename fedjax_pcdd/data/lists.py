@@ -148,8 +148,9 @@ def _one_after_the_other(path: str | Path, part: str, arrays: dict[str, np.ndarr
     flat, sizes = arrays[part], arrays[f"{part}_size"]
     if any(array.ndim != 1 or (array.size and array.dtype.kind not in "iu") for array in (flat, sizes)):
         raise UserError(f"{path}: {part} and {part}_size must be integers [n], not {flat.dtype} and {sizes.dtype}.")
-    if sizes.min(initial=0) < 0 or sizes.sum() != len(flat):
-        raise UserError(f"{path}: {part}_size adds up to {sizes.sum()}, but {part} has {len(flat)} samples.")
+    total = sum(sizes.tolist())  # in integers of Python, which do not wrap around
+    if sizes.min(initial=0) < 0 or total != len(flat):
+        raise UserError(f"{path}: {part}_size adds up to {total}, but {part} has {len(flat)} samples.")
     return Lists(flat, sizes)
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import shutil
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -228,6 +229,6 @@ def read_federation(folder: Path) -> Dataset:
         return Dataset(meta["name"], **fields, **known)
     except UserError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, EOFError) as error:
+    except (OSError, ValueError, LookupError, TypeError, EOFError, tokenize.TokenError) as error:
         reason = f"is not a complete federation ({in_one_line(error)})"
         raise UserError(f"{folder} {reason}: write it anew (fp.write_federation).") from error

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fedjax_pcdd.data.lists import LABELS
-from fedjax_pcdd.errors import UserError, is_there, unreadable
+from fedjax_pcdd.errors import UserError, is_there, printable, unreadable
 from fedjax_pcdd.training.config import RUN, partition_tag
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
 from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder, failure_of
@@ -99,9 +99,10 @@ class RunRecord:
 
     @property
     def heat_map(self) -> bytes | None:
-        """The picture of the partition."""
+        """The picture of the partition; None if there is none, or the file is something else."""
         path = self.path / "partition.png"
-        return path.read_bytes() if is_there(path) else None
+        content = path.read_bytes() if is_there(path) else b""
+        return content if content.startswith(b"\x89PNG") else None
 
     @cached_property
     def partition(self) -> str | None:
@@ -157,7 +158,7 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
         if errors and not run_folders:
             raise unreadable(errors[0], errors[0].filename)
         for error in errors:
-            print(f"left out: {unreadable(error, error.filename)}", file=sys.stderr)
+            print(printable(f"left out: {unreadable(error, error.filename)}"), file=sys.stderr)
         if not run_folders:
             raise UserError(f"{path} holds no run (no {CONFIG} in it or below): name the folder of a run.")
         for folder in run_folders:
@@ -179,7 +180,8 @@ def readable(runs: Sequence[T], read: Callable[[T], U]) -> list[tuple[T, U]]:
             if len(runs) == 1:
                 raise
             path = str(run.path if isinstance(run, RunRecord) else run)
-            print(f"left out: {error}" if path in str(error) else f"left out: {path}: {error}", file=sys.stderr)
+            where = "left out" if path in str(error) else f"left out: {path}"
+            print(printable(f"{where}: {error}"), file=sys.stderr)
     if not results:
         raise UserError(f"none of the {len(runs)} runs can be used, for the reasons above: name other folders.")
     return results

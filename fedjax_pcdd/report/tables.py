@@ -262,10 +262,10 @@ def latex(table: Table) -> str:
 def for_latex(text: str) -> str:
     """Plain text for LaTeX.
 
-    >>> print(for_latex("mu_1 = 5 %"))
+    >>> print(for_latex("mu_1\\n\\n= 5 %"))
     mu\\_1 = 5 \\%
     """
-    return "".join(_LATEX.get(letter, letter) for letter in text)
+    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))  # a caption has no blank line
 
 
 def comma_separated(tables: Sequence[Table]) -> str:

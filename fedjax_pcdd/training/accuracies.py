@@ -120,7 +120,10 @@ class Accuracies(Callback):
         return {**row, **further(run, counts.further)}
 
     def _loss(self, run: Run, report: RoundReport) -> float | None:
-        """Training loss, weighted like the aggregation; None if no client trained, UserError if one is not finite."""
+        """Training loss, weighted like the aggregation; None if no client trained, UserError if one is not finite.
+
+        Clients with models of their own also train where none has a weight; then they count alike.
+        """
         jobs, trained = report.jobs, report.jobs.steps > 0
         wrong = np.flatnonzero(trained & ~np.isfinite(report.loss))
         if len(wrong):
@@ -129,7 +132,8 @@ class Accuracies(Callback):
             raise self._not_finite(run, f"the loss of client{'s' * (len(wrong) > 1)} {clients}{more}")
         if wrong := run.not_finite():  # after aggregation, distillation or exchange, even if losses are
             raise self._not_finite(run, f"a value in {wrong}")
-        return float(np.sum(report.loss[trained] * jobs.weight[trained])) if trained.any() else None
+        weight = jobs.weight if jobs.weight.any() else trained / max(1, trained.sum())
+        return float(np.sum(report.loss[trained] * weight[trained])) if trained.any() else None
 
     def _not_finite(self, run: Run, what: str) -> UserError:
         own = [name for name in options_of(type(run.method)) if name == "eta_g" or name.endswith("_lr")]

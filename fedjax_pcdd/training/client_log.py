@@ -13,6 +13,7 @@ In a run of several processes each writes the rows of its own clients: the first
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from fedjax_pcdd.engine.program import Tree
 
 SLACK = 2  # entries may have this many times the size of the states before they are merged
 NOTED, MERGED, PARTS = "entry.json", "-merged", ".parts"
+_OF_A_LOG = re.compile(rf"\d+({MERGED}|{re.escape(PARTS)})?(\.unfinished)?")
 
 
 class Changed(NamedTuple):
@@ -97,7 +99,7 @@ class ClientLog:
         """Remove the entries of later rounds, and what a killed process left behind."""
         kept = {folder for entry in self._needed(round) for folder in (entry, _parts_of(entry))}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if path not in kept:
+            if path not in kept and _OF_A_LOG.fullmatch(path.name) and path.is_dir():
                 shutil.rmtree(path)
         self._sizes.clear()
 

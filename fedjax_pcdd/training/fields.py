@@ -305,6 +305,7 @@ def read_text(path: Path) -> str:
 
 def write_text(path: Path, text: str, instead: str) -> None:
     """Write a file atomically, in a folder that may be new; UserError, which says to choose `instead`, if it fails."""
+    text = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\N{REPLACEMENT CHARACTER}", text)  # half characters of a JSON file
     with at_once(path, instead, parents=True) as temporary:
         temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # folder names may have bytes that are not UTF-8
 

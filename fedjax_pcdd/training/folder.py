@@ -49,7 +49,7 @@ LOCK, PARTITION, TRACK = "lock", "partition.npz", "track.jsonl"
 # Written by libraries, such as numpy, which follow links.
 _WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "wandb.txt", "mlflow.txt", "profile")
 _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
-_HALF_WRITTEN = re.compile(r"\.\d+\..+")
+_HALF_WRITTEN = re.compile(r"\.\d{1,8}\.\w+\.(yaml|jsonl?|npz|png)")  # by `at_once`
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -122,7 +122,8 @@ class RunFolder:
                 raise failed_write(OSError(errno.ELOOP, ""), entry)
         folder.lock = Lock.take(folder.path / LOCK)
         for leftover in filter(_HALF_WRITTEN.fullmatch, os.listdir(folder.path)):  # left by a killed process
-            (folder.path / leftover).unlink(missing_ok=True)
+            if not (folder.path / leftover).is_dir():
+                (folder.path / leftover).unlink(missing_ok=True)
         return folder
 
     def close(self) -> None:
@@ -155,7 +156,7 @@ class RunFolder:
         rows, damaged = self._rows(name, last)
         if damaged:
             raise UserError(f"{self.path / name} is damaged in line {damaged[0]}: resume the run, or leave it out.")
-        if [row["round"] for row in rows[:rounds]] != list(range(1, rounds + 1)):
+        if len(rows) < rounds or any(row["round"] != round for round, row in enumerate(rows[:rounds], 1)):
             raise UserError(f"{self.path / name} has lost rounds: resume the run, or leave it out.")
         return rows
 

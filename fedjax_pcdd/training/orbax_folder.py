@@ -80,7 +80,8 @@ def open_manager(folder: Path, alias: Path, retention: Any) -> ocp.CheckpointMan
 
 def remove_unfinished(folder: Path) -> None:
     """Remove incomplete checkpoints; after a failed write, TensorStore's threads may still be adding files to one."""
-    unfinished = [p for p in folder.iterdir() if p.is_dir() and not (p.is_symlink() or p.name.isdigit())]
+    left_behind = re.compile(f"{REMOVED}|\\d+{re.escape(ocp.utils.TMP_DIR_SUFFIX)}.*")  # a copy set aside is the user's
+    unfinished = [p for p in folder.iterdir() if left_behind.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
     for path in unfinished:
         deadline = time.monotonic() + 5
         while path.exists() and time.monotonic() < deadline:

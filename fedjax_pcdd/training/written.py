@@ -39,7 +39,7 @@ def is_line(row: Mapping[str, Any], before: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def _is_list(value: Any) -> bool:

@@ -220,6 +220,14 @@ def test_missing_or_truncated_files_are_refused_with_one_sentence(folder, name):
         fp.load_dataset(str(folder))
 
 
+def test_a_header_with_a_wrong_bit_is_refused_with_one_sentence(folder):
+    content = bytearray((folder / "x_train.npy").read_bytes())
+    content[8] ^= 64  # the length of the header
+    (folder / "x_train.npy").write_bytes(content)
+    with pytest.raises(fp.UserError, match=r"own is not a complete federation .*: write it anew"):
+        fp.load_dataset(str(folder))
+
+
 @pytest.mark.parametrize("offsets", [np.zeros(0, int), np.array(3)])
 def test_offsets_without_an_end_are_refused_with_one_sentence(folder, offsets):
     np.save(folder / "offsets_train.npy", offsets)

@@ -436,6 +436,7 @@ def test_a_failing_function_from_outside_is_reported_in_one_sentence(tmp_path):
         (list(range(10)), [5, 2], "adds up to 7, but train has 10"),
         (list(range(10)), [5, 10], "adds up to 15, but train has 10"),
         (list(range(4)), [5, -1], "adds up to 4"),
+        (list(range(4)), [2**62, 2**62, 2**62, 2**62, 4], "adds up to 18446744073709551620, but train has 4"),
     ],
 )
 def test_sizes_that_do_not_fit_their_lists_are_refused(tmp_path, train, sizes, sentence):

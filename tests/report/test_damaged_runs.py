@@ -7,6 +7,7 @@ from made_up_runs import write_run
 
 from fedjax_pcdd.cli.analyse import analyse_main
 from fedjax_pcdd.cli.report import compare_main, report_main
+from fedjax_pcdd.report.collect import collect
 from fedjax_pcdd.training.written import is_summary
 
 COMMANDS = {
@@ -55,6 +56,8 @@ WRONG_CONTENTS = [  # file, pattern of what it holds, and the replacement
     ("metrics.jsonl", '"round": 2', '"round": 7'), ("metrics.jsonl", '"round": 1', '"round": true'),
     ("metrics.jsonl", '"ga": ', '"ga": "x", "was": '), ("metrics.jsonl", '"round": 1', '"round": 0'),
     ("metrics.jsonl", r'\{"round": 2.*\n', ""), ("metrics.jsonl", r'\{"round": 3.*\n', ""),
+    ("summary.json", '"ga_best": ', f'"ga_best": {10**400}, "was": '),
+    ("metrics.jsonl", '"ga": ', f'"ga": {10**400}, "was": '),
     ("clients.jsonl", r"\[.*\]", '"x"'), ("resolved.json", ".*", '{"hyperparameters": 5}'),
 ]  # fmt: skip
 
@@ -68,6 +71,32 @@ def test_readable_files_with_wrong_contents_are_left_out_and_named(folder, capsy
     assert COMMANDS["compare"](folder) == 0
     err = capsys.readouterr().err
     assert (err.startswith("left out: "), str(file) in err, err.count("\n")) == (True, True, 1)
+
+
+def test_half_a_character_in_a_recorded_command_is_replaced(folder):
+    (folder / "a0/resolved.json").write_text('{"command": "run \\ud800"}')
+    assert COMMANDS["report"](folder) == 0
+
+
+def test_a_report_shows_pictures_of_partitions_and_nothing_else(folder, tmp_path):
+    (folder / "a0/partition.png").unlink()
+    (tmp_path / "key").write_text("private")
+    (folder / "a0/partition.png").symlink_to(tmp_path / "key")
+    pictures = [run.heat_map for run in collect([folder])]
+    assert (pictures[0], all(pictures[1:])) == (None, True)
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(folder, capsys):
+    (write_run(folder / "bad\x1b[31m", 0.5, seed=9) / "summary.json").write_text("{}")
+    assert COMMANDS["report"](folder) == 0
+    assert "bad\\x1b[31m/summary.json" in capsys.readouterr().err
+
+
+def test_a_summary_of_more_rounds_than_there_are_is_noticed_without_counting_them(folder, capsys):
+    file = write_run(folder / "bad", 0.5, seed=9) / "summary.json"
+    file.write_text(file.read_text().replace('"rounds": 3', f'"rounds": {10**30}'))
+    assert COMMANDS["report"](folder) == 0
+    assert "bad/metrics.jsonl has lost rounds" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -123,6 +123,18 @@ def test_a_rounds_loss_weights_clients_by_samples_as_model_averaging_does():
     assert history.loss[0] == pytest.approx(np.average(report.loss, weights=federation.sizes[report.jobs.row]))
 
 
+@pytest.mark.thorough
+def test_own_models_that_train_without_weights_have_a_loss():
+    def losses(weights):
+        history = fp.simulate(
+            fp.testing.federation(), "solo", model="mlp", rounds=6, local_epochs=1, batch_size=16, weights=weights,
+            lanes=1, cohort=1, fine_tune_epochs=0,
+        )  # fmt: skip
+        return [row["loss"] for row in history.rows]
+
+    assert losses("batches") == losses("method")  # floor(n / B) is 0 for three of five clients
+
+
 def test_a_model_is_copied_by_one_program_and_shares_no_memory_with_the_copy():
     model, clock = {name: jax.numpy.arange(2.0 * n).reshape(2, n) for n, name in ((17, "w"), (13, "b"))}, CompileClock()
     copy = _copied(model)

@@ -147,6 +147,13 @@ def test_restoring_from_an_empty_folder_gives_none(opened):
     assert opened().restore(server(0), clients(0)) is None
 
 
+def test_what_a_killed_process_left_is_removed_and_copies_set_aside_are_not(tmp_path, opened):
+    for name in ("best", "7.old", "7.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-123", "removed"):
+        (tmp_path / name / "server").mkdir(parents=True)
+    opened()
+    assert {path.name for path in tmp_path.iterdir()} == {"best", "7.old"}
+
+
 def test_the_newest_checkpoints_are_kept(tmp_path, opened):
     save(opened(keep=3), 1, 2, 3, 4, 5)
     assert rounds_in(tmp_path) == [3, 4, 5]

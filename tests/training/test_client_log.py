@@ -137,6 +137,15 @@ def test_entries_are_measured_once_and_anew_where_rounds_are_repeated(tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3-merged"]
 
 
+def test_what_is_no_entry_stays_where_it_is(tmp_path):
+    log, _ = written_log(tmp_path, rounds=3)
+    for name in ("4.parts", "3.unfinished", "2.parts.unfinished", "analysis"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "README.md").write_text("mine")
+    log.discard_after(1)
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "analysis", "README.md"}
+
+
 def test_a_merged_entry_has_the_mark_of_its_last_one(tmp_path):
     log, _ = written_log(tmp_path)
     mark_of_5, mark_of_8 = mark_of(tmp_path / "5"), mark_of(tmp_path / "8")

@@ -47,10 +47,12 @@ def test_a_run_can_be_opened_again_with_its_configuration(folder):
 
 def test_half_written_files_of_a_killed_process_are_removed_on_opening(folder):
     folder.close()
-    for name in (".123.partition.png", ".mine.png"):
+    mine = [".mine.png", ".2026.notes.txt", ".20261201123.jsonl"]
+    for name in (".123.partition.png", *mine):
         (folder.path / name).write_text("")
+    (folder.path / ".2026.old.json").mkdir()
     RunFolder.open(folder.path).close()
-    assert {path.name for path in folder.path.iterdir()} == {CONFIG, ".mine.png"}
+    assert {path.name for path in folder.path.iterdir()} == {CONFIG, *mine, ".2026.old.json"}
 
 
 def test_a_folder_that_holds_a_run_is_refused(folder):
