@@ -49,7 +49,7 @@ LOCK, PARTITION, TRACK = "lock", "partition.npz", "track.jsonl"
 # Written by libraries, such as numpy, which follow links.
 _WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "wandb.txt", "mlflow.txt", "profile")
 _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
-_HALF_WRITTEN = re.compile(r"\.\d{1,8}\.\w+\.(yaml|jsonl?|npz|png)")  # by `at_once`
+_HALF_WRITTEN = re.compile(r"\.\d{1,8}\.[\w-]+\.(yaml|jsonl?|npz|png)")  # by `at_once`
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
