@@ -177,7 +177,7 @@ def _fedgela(facts: Facts) -> str:
         + _by_scale(pa, name="PA, ")
         + _lines(
             f"GA with another E_W, {where(departure)}: {departure.other} with {departure.settings}, where the default "
-            f"gives {departure.usual}"
+            f"with the same seeds gives {departure.usual}"
             for departure in energies
         )
     )
