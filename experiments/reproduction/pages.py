@@ -18,6 +18,7 @@ from reproduction.plan import read_plan
 from reproduction.results import as_run, read_results
 from reproduction.results_page import results_page
 from reproduction.sharing import run_name
+from reproduction.status import left_over
 from reproduction.summary import Facts, summary_section
 
 
@@ -67,7 +68,7 @@ def known(results: Path, experiments: Path) -> Known:
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:
     """The text of every generated page and picture by its path in docs/; arguments and errors as those of `known`."""
-    all_known = known(results, experiments)
+    all_known, prose = known(results, experiments), experiments / "reproduction"
     rows, tables, expected = all_known.results, all_known.tables, all_known.expected
     facts = Facts(rows, all_known.findings, all_known.departures, all_known.needs)
     figure_lines, pictures = figures_section(all_known.findings)
@@ -75,8 +76,10 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
     hinges = hinges_section(all_known.claims, all_known.departures)
     sections = [*figure_lines, *hinges, *length_lines, *gpu_section(all_known.needs)]
     all_counts = counts(tables, expected)
-    page = results_page(rows, tables, expected, all_known.findings, all_counts, summary_section(facts), sections)
-    items = read_coverage(experiments / "reproduction" / "coverage.yaml", rows)
+    plans = [scale for scale in dict.fromkeys(row["scale"] for row in rows) if (prose / f"{scale}.yaml").is_file()]
+    left = {scale: left_over(read_plan(scale, prose, PRESETS), results) for scale in plans}
+    page = results_page(rows, tables, expected, all_known.findings, all_counts, summary_section(facts), sections, left)
+    items = read_coverage(prose / "coverage.yaml", rows)
     return {
         "reproduction.md": page,
         "ambiguities.md": ambiguities_page(all_known.ambiguities, all_known.every, expected, rows),

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from fedjax_pcdd.models import MODELS, build
 from fedjax_pcdd.models.classifier import sizes
@@ -44,9 +45,8 @@ READING = """## How to read it
   them lie `mid`, a residual network with batch norm on 10 000 images for 50 rounds of 5 epochs, and `long`, the small
   network on all images for 100 rounds of 10 epochs. At `mid` the plan has each method on P10C2, P5C2 and Dirichlet(0.1)
   of Fashion-MNIST and of CIFAR-10 (FedNova, FedDyn and FedDC only on P10C2 and P5C2 of the former), also where its
-  paper prints no number. So far P5C2 of CIFAR-10 and Dirichlet(0.1) of Fashion-MNIST were run in part, and FedMR with
-  all rivals on neither Dirichlet(0.1) (`--scale=mid --status` counts what is left). Readings, weights and group norm
-  are varied on the split of their own paper's claims.
+  paper prints no number. Readings, weights and group norm are varied on the split of their own paper's claims. What a
+  plan has and was not run yet is counted below these remarks.
 - **Accuracies** are in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on
   the test data as in the papers, which flatters every number; the mean of the last ten rounds is not chosen. PA of a
   method without a personal model is that of the fine-tuned global model (at `mid` and `long`, where nothing is
@@ -92,6 +92,7 @@ def results_page(
     counts: Sequence[Count],
     summary: Sequence[str] = (),
     more: Sequence[str] = (),
+    left: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """The text of the page.
 
@@ -99,10 +100,11 @@ def results_page(
       results, columns, expected, findings, counts: what the page shows.
       summary: lines at its top.
       more: lines below the list of claims.
+      left: scale -> a sentence about what its plan has and was not run yet.
     """
     if not results:
         return "\n".join([INTRODUCTION, READING, "Nothing has been run yet."]) + "\n"
-    lines = [INTRODUCTION, *summary, READING, _extent(results), "", *_networks(results)]
+    lines = [INTRODUCTION, *summary, READING, _extent(results, left), "", *_networks(results)]
     lines += [*_summary(findings), *_claims(findings), *more, *_counts(counts)]
     for scale, table in dict.fromkeys((column.scale, column.table) for column in columns):
         members = [column for column in columns if (column.scale, column.table) == (scale, table)]
@@ -110,8 +112,8 @@ def results_page(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _extent(results: Sequence[Result]) -> str:
-    """How many runs there are, of which versions, and on which devices."""
+def _extent(results: Sequence[Result], left: Mapping[str, str]) -> str:
+    """How many runs there are, of which versions, on which devices, and what is left."""
     sentences = []
     for scale in dict.fromkeys(result["scale"] for result in results):
         at_scale = [result for result in results if result["scale"] == scale]
@@ -128,7 +130,8 @@ def _extent(results: Sequence[Result]) -> str:
         by_version = ", ".join(f"{count} of version {name}" for name, count in sorted(versions.items(), reverse=True))
         runs = f"{len(finished)} run{'s' * (len(finished) != 1)}{f' ({by_version})' * bool(by_version)}"
         sentences.append(f"Scale `{scale}`: {runs}, {hours:.1f} hours on {devices}{cells}.")
-    return " ".join([*sentences, "Hours are by the clock, beside other work and with pauses."])
+        sentences.append(left.get(scale, ""))
+    return " ".join([*filter(None, sentences), "Hours are by the clock, beside other work and with pauses."])
 
 
 def _networks(results: Sequence[Result]) -> list[str]:

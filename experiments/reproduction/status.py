@@ -1,6 +1,8 @@
 """The progress of plans in one line: what is done and left, the time still needed, and which process runs what."""
 
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -32,6 +34,14 @@ def _state(plan: Plan, remaining: Sequence[Cell], known_results: Sequence[dict[s
     seconds = expected_seconds(remaining, known_results)
     time = "time not known" if seconds is None else f"about {seconds / 3600:.1f} hours of a process"
     return f"{done}, {len(remaining)} left, {time}"
+
+
+def left_over(plan: Plan, folder: Path) -> str:
+    """A sentence about the cells of a plan that have no result in a folder, "" if all have one."""
+    left = [cell for cell in plan.cells if not results.has_result(folder, cell)]
+    parts = Counter(" ".join(filter(None, (cell.table, cell.split, cell.tag))) for cell in left)
+    named = ", ".join(f"{part} ({count})" for part, count in parts.items())
+    return f"{len(left)} of the {len(plan.cells)} cells of its plan were not run yet: {named}." if left else ""
 
 
 def expected_seconds(left: Sequence[Cell], known: Sequence[dict[str, Any]]) -> float | None:

@@ -404,8 +404,9 @@ def test_runs_that_were_trained_together_are_counted():
 def test_versions_and_processors_are_stated():
     machine = {"device": "cpu", "processor": "Abacus 1"}
     results = [made_up("fedavg", 50.0), made_up("fedmr", 50.0) | {"version": "0.9", "machine": machine}]
-    text = results_page(results, columns(results, PAPER), PAPER, [], [])
-    assert "Scale `cpu`: 2 runs (1 of version 0.9, 1 of version 0.1), 0.0 hours on cpu, Abacus 1; 2 failed." in text
+    text = results_page(results, columns(results, PAPER), PAPER, [], [], left={"cpu": "Much is left."})
+    versions = "2 runs (1 of version 0.9, 1 of version 0.1)"
+    assert f"Scale `cpu`: {versions}, 0.0 hours on cpu, Abacus 1; 2 failed. Much is left." in text
 
 
 @pytest.mark.thorough

@@ -16,7 +16,7 @@ from reproduction.command import reproduce_main
 from reproduction.plan import Plan, read_plan
 from reproduction.session import Budget, work_off
 from reproduction.sharing import claim_name, claimed, claims
-from reproduction.status import expected_seconds, status_line
+from reproduction.status import expected_seconds, left_over, status_line
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 # FedAvg's run is shared by both tables.
@@ -168,6 +168,8 @@ def test_the_status_of_a_plan_is_one_line(folders, plan, hold_claim):
     (folders.runs / "fedmr/table1" / plan.cells[1].name).mkdir(parents=True)
     process = hold_claim(folders.runs / "fedmr/table1" / plan.cells[1].name / "lock")
     line = status_line([plan], folders)
+    named = "fedmr/table1 cifar10-P10C3 (1), fedmr/table5 cifar10-P10C3 (1)"
+    assert left_over(plan, folders.results) == f"2 of the 3 cells of its plan were not run yet: {named}."
     assert line.startswith("tiny: 1 of 3 cells done, 2 left, about 0.7 hours of a process; running: fedmr/table1 tiny-")
     assert f"process {process.pid}" in line
 
@@ -178,6 +180,7 @@ def test_a_failed_cell_is_counted_as_done_and_named(folders, plan):
     path.write_text(json.dumps({**plan.cells[0]._asdict(), "status": "failed"}))
     line = status_line([Plan("tiny", plan.cells[:1])], folders)
     assert line == "tiny: 1 of 1 cells done (1 failed); none runs"
+    assert not left_over(Plan("tiny", plan.cells[:1]), folders.results)
 
 
 def test_the_command_prints_the_status_of_all_cpu_plans_in_one_line(tmp_path, capsys):
