@@ -43,4 +43,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_list(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_is_number, value)))
+    # By type first, as there may be a number for each of many clients.
+    return value is None or (
+        isinstance(value, list) and (set(map(type, value)) <= {float, type(None)} or all(map(_is_number, value)))
+    )
