@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.blocks import Pass
 from fedjax_pcdd.engine.devices import full_precision
-from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
+from fedjax_pcdd.engine.mesh import AXIS, EVERYWHERE, SPLIT, gathered, spread, summed
 from fedjax_pcdd.engine.program import Data, Program, Samples, State, Tree, lift, start_of, sum_over_samples, with_own
 from fedjax_pcdd.engine.streaming import TESTS, own_shard
 from fedjax_pcdd.losses.classification import correct_per_class
@@ -134,12 +134,14 @@ def on_own_tests(predict: Callable, program: Program, samples: Samples, row) -> 
 
 def on_whole_test(predict: Callable, program: Program, samples: Samples, models: int, devices: int = 1) -> jax.Array:
     """Correct predictions per class [C] on all test images or this device's part; `models` are tested together."""
-    images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
+    start, size, batch = 0, samples.labels.shape[0], program.eval_batch_of(models)
+    images = samples._replace(order=jnp.arange(size, dtype=jnp.int32))
     template = jax.ShapeDtypeStruct((program.counts,), jnp.int32)
-    start, size, most = part_of(devices, samples.labels.shape[0])
-    batch = program.eval_batch_of(models)
-    how = Pass(batch if devices == 1 else min(batch, most))
-    return sum_over_samples(counted(predict, program, samples), images, start, size, how, template)
+    if devices > 1:
+        most = -(-size // devices)
+        start = most * jax.lax.axis_index(AXIS)
+        size, batch = jnp.clip(size - start, 0, most), min(batch, most)
+    return sum_over_samples(counted(predict, program, samples), images, start, size, Pass(batch), template)
 
 
 @full_precision

@@ -89,11 +89,6 @@ class Exchange:
     round: jax.Array
     key: jax.Array
 
-    @property
-    def counts(self) -> jax.Array:
-        """Private samples [K, C]."""
-        return self.table.in_order([data.class_counts for data in self.data])
-
     def begin(self, g: int, clients: Tree) -> Active:
         """The participants of a group, before the first step."""
         variables = jax.vmap(model_of)(clients)
@@ -127,7 +122,8 @@ class Exchange:
 
     def agreed(self, public: Tree, spoken: Tree, images: int) -> tuple[Tree, Tree]:
         """The server's next state, and the targets of so many images, leaves [K, images, ...]."""
-        result = self.method.agree(public, spoken, self.counts)
+        counts = self.table.in_order([data.class_counts for data in self.data])  # private samples [K, C]
+        result = self.method.agree(public, spoken, counts)
         public, targets = of_kind(self.method, "agree", result, object, object)
         participants = sum(map(len, self.table.members))
         return public, leading(self.method, "agree", targets, participants, images)

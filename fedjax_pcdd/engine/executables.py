@@ -34,11 +34,6 @@ def compiled_once() -> Iterator[None]:
         _kept.reset(token)
 
 
-def shared() -> bool:
-    """Whether simulations share what is compiled."""
-    return _kept.get() is not None
-
-
 def compiled(function: Callable, *static: Any, compiler_options: dict[str, Any] | None = None, **options: Any) -> Any:
     """`jax.jit` of a function of a program's arrays; within `compiled_once`, one made before for an equal program.
 
@@ -75,7 +70,7 @@ def fresh_variables(model: Classifier, keys: jax.Array, image_shape: tuple[int, 
 
 def forget() -> None:
     """Forget what was traced of models, see `models.forget`; not where simulations are to share it."""
-    if not shared():
+    if _kept.get() is None:
         models.forget()
         _fresh_variables(jax.default_backend()).clear_cache()  # pyright: ignore[reportFunctionMemberAccess]
 

@@ -81,15 +81,6 @@ def owners_of(rows: np.ndarray, count: int) -> np.ndarray:
     return rows * jax.process_count() // count
 
 
-def part_of(devices: int, count: int) -> tuple[Any, Any, int]:
-    """This device's share of `count` items: the first, how many, and the most of any device; within `spread`."""
-    if devices == 1:
-        return 0, count, count
-    most = -(-count // devices)
-    start = most * jax.lax.axis_index(AXIS)
-    return start, jnp.clip(count - start, 0, most), most
-
-
 def gathered(tree: Tree) -> Tree:
     """The devices' parts, concatenated; within `spread`."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True), tree)

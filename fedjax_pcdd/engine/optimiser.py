@@ -7,41 +7,24 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pcdd.methods.method import Local
-from fedjax_pcdd.trees import zeros_like
 
 
-def scale_by_momentum(decay) -> optax.GradientTransformationExtraArgs:
-    """m = decay m + g. The update takes `moving` as in `scale_by_adam`: leaves that stand still keep their momentum."""
-    trace = optax.trace(decay)
-
-    def update(updates, state: Any, params=None, *, moving=None, **others):
-        after: Any
-        updates, after = trace.update(updates, state)
-        if moving is not None:
-            after = optax.TraceState(jax.tree.map(jnp.where, moving, after.trace, state.trace))
-        return updates, after
-
-    return optax.GradientTransformationExtraArgs(trace.init, update)
-
-
-def scale_by_adam() -> optax.GradientTransformationExtraArgs:
-    """Adam, betas 0.9 and 0.999, whose moments and count of steps advance leaf by leaf.
+def by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """An optimiser (momentum, Adam) whose state, a NamedTuple of trees, advances leaf by leaf, counts of steps too.
 
     The update takes `moving`, a tree of booleans (traced or not): for a leaf that stands still the step never happened,
-    so its bias correction begins when it begins to move. Without `moving` all leaves move.
+    so Adam's bias correction begins when it begins to move. Without `moving` all leaves move.
     """
-    adam = optax.scale_by_adam()
 
     def init(params):
-        count: Any = jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params)
-        return optax.ScaleByAdamState(count, zeros_like(params), zeros_like(params))
+        return jax.tree.transpose(jax.tree.structure(params), None, jax.tree.map(inner.init, params))
 
-    def update(updates, state, params=None, *, moving=None, **others):
-        pairs = jax.tree.map(lambda g, *leaf: adam.update(g, optax.ScaleByAdamState(*leaf)), updates, *state)
+    def update(updates, state: Any, params=None, *, moving=None, **others):
+        pairs = jax.tree.map(lambda g, *leaf: inner.update(g, type(state)(*leaf)), updates, *state)
         directions, after = jax.tree.transpose(jax.tree.structure(updates), None, pairs)
         if moving is not None:
             fields = (jax.tree.map(jnp.where, moving, new, old) for new, old in zip(after, state, strict=True))
-            after = optax.ScaleByAdamState(*fields)
+            after = type(state)(*fields)
         return directions, after
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -80,15 +63,15 @@ def add_after_clipping(weight_decay) -> optax.GradientTransformationExtraArgs:
 def make_optimiser(local: Local, *, clip: bool, apart: tuple[str, ...] = ()) -> optax.GradientTransformationExtraArgs:
     """SGD with heavy-ball momentum (m = rho m + g, no dampening, no Nesterov), or Adam (0.9, 0.999, eps 1e-8).
 
-    Decay is added to the gradient (coupled), after clipping. The update takes `moving` as in `scale_by_adam`, and
-    `unclipped` as in `add_after_clipping`.
+    Decay is added to the gradient (coupled), after clipping. The update takes `moving` as in `by_leaf`, and `unclipped`
+    as in `add_after_clipping`.
 
     Args:
       local: its floats are scalars.
       clip: static; if False, the norm is not computed.
       apart: parts of the parameters that are each clipped by themselves.
     """
-    inner = scale_by_momentum(local.momentum) if local.optimizer == "sgd" else scale_by_adam()
+    inner = by_leaf(optax.trace(local.momentum) if local.optimizer == "sgd" else optax.scale_by_adam())
     steps = [clip_by_norm(local.clip, apart)] if clip else []
     steps += [add_after_clipping(local.weight_decay), inner, optax.scale_by_learning_rate(local.lr)]
     return optax.chain(*steps)

