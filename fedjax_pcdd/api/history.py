@@ -37,7 +37,8 @@ class History(TrainedModels):
       federation: the data that it was trained on.
       config: the options.
       rows: one dictionary per round, as the lines of metrics.jsonl.
-      state: servers, clients and statistics after the last round, with a leading axis of one experiment.
+      state: servers after the last round, with a leading axis of one experiment, and states and statistics of the
+        clients, [K, ...].
       summary: best and last GA and PA as in summary.json, with PA after fine-tuning if the method asks for it; empty
         in a callback.
       simulation: what computed it.

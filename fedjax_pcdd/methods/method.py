@@ -254,7 +254,7 @@ class Context(NamedTuple):
       facts: of this client.
       epoch: local epoch, from 0.
       epochs: local epochs of this client; `Setting.epochs` is the largest of any client.
-      step: local step, from 0.
+      step: local step, from 0; in `upload` the number of steps that the client made.
       round: communication round, from 0.
       keys: random streams of this step.
       public: the public images, if the run has any.
@@ -568,6 +568,9 @@ class Method:
 
         Fine-tuning starts from the best and from the last global model, or from the last state as it is if this method
         has no global model. If the returned method has none, GA becomes the mean GA of the clients' fine-tuned models.
+        For a global model the server is a new one: `init_server` gets what `generic_variables` returned, and other
+        fields of the server's state are lost. What losses or logits need of them belongs into these variables as a
+        further collection, from which `init_server` takes it where it finds it.
 
         Args:
           epochs: fine-tuning epochs that the user asks for.

@@ -226,7 +226,13 @@ class Setup:
             raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
         self._check_protocol(e)
         if self.tunes:
-            check_declared(self.simulation.tuning_method(e, self.config.fine_tune_epochs))
+            tuner = self.simulation.tuning_method(e, self.config.fine_tune_epochs)
+            check_declared(tuner)
+            if not self.simulation.program.model.head and type(tuner).logits is Method.logits:
+                raise UserError(
+                    "this method's model has no head, without which the default fine_tuner cannot train it for PA: "
+                    "override fine_tuner (often it returns self), or use `fine_tune_epochs=0`."
+                )
         if not self.simulation.sizes[e].any():
             raise UserError("no client has any training samples: give them some.")
         if not (self.simulation.steps[e] > 0).any():

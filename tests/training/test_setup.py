@@ -1,13 +1,17 @@
 """The parts of a run are made once, however many simulations are made of them."""
 
 import gc
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from flax import struct
 
+import fedjax_pcdd as fp
 import fedjax_pcdd.training.build as build_module
 from fedjax_pcdd.data.dermoscopy import drawn_once
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.fine_tuning import calibrator_of
 from fedjax_pcdd.training.tasks import setup
@@ -15,8 +19,26 @@ from fedjax_pcdd.training.tasks import setup
 TRAINING_IMAGES = (1442, 8, 8, 1)
 
 
+@struct.dataclass
+class Headless(fp.Method):
+    """A fixed classifier on the features, without a head; by default its fine-tuning would be FedAvg's."""
+
+    def build(self, model):
+        return model.clone(head=False)
+
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        return model.apply(variables, images, train=False).features[:, :10]
+
+
 def prepared(**options):
     return setup([build({"dataset": "digits", "clients": 3, "beta": 1.0, "model": "mlp", "quiet": True} | options)])
+
+
+def test_a_model_without_a_head_that_nothing_fine_tunes_is_refused_before_it_trains():
+    config, _ = build({"dataset": "digits", "clients": 3, "beta": 1.0, "model": "mlp", "quiet": True})
+    with pytest.raises(UserError, match="has no head, without which the default fine_tuner cannot train it"):
+        setup([(config, Headless())])
+    setup([(replace(config, fine_tune_epochs=0), Headless())])
 
 
 def copies() -> int:
